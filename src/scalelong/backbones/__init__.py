@@ -1,0 +1,1 @@
+"""The networks: U-ViT, ours, and diffusers' UNets under our presets."""

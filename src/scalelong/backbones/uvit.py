@@ -1,0 +1,360 @@
+"""U-ViT (Bao et al., CVPR 2023): a ViT whose encoder blocks are joined to decoder blocks by long skips.
+
+The published architecture under diffusers' interface. Parameter names are the published ones, so published
+weights load as they are (`from_official`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from diffusers.models.unets.unet_2d import UNet2DOutput
+from torch import Tensor, nn
+
+from scalelong.backbones.block_scaling import branch_scale
+from scalelong.skips.apply import apply
+from scalelong.skips.spec import Scaling
+
+TIMESTEP_MAPS = ("identity", "continuous", "one-based")
+
+
+class UViT(ModelMixin, ConfigMixin):
+    """A noise predictor on images [B, C, H, W]; tokens are [label or text], time and patches.
+
+    Args:
+        sample_size: height and width of the images, or one number for both. Other sizes run too: the
+            position embedding is interpolated.
+        in_channels: channels of the images, in and out.
+        patch_size: side of a patch.
+        hidden_size: width D of the tokens.
+        num_layers: blocks besides the middle one, half before and half behind it: an even number.
+        num_attention_heads: heads; they divide `hidden_size`.
+        mlp_ratio: width of a block's MLP over `hidden_size`.
+        qkv_bias: whether the attention's input projection has a bias.
+        mlp_time_embed: whether the time token passes an MLP first.
+        num_class_embeds: classes, the null class included; None for no class token.
+        cross_attention_dim: width of the text tokens; None for no text.
+        text_len: how many text tokens there are.
+        final_conv: whether a 3×3 convolution follows the last projection.
+        timestep_map: what reaches the sinusoid for timestep t: "identity" t; "continuous" 999(t+1)/1000
+            and "one-based" t+1, for schedulers that count 0 … 999.
+        scaling: the skips' scaling, as in `scalelong.apply`.
+        keep_function: as in `scalelong.apply`.
+        block_scaling: "none", "rezero" or "stable:T" (`block_scaling.py`).
+    """
+
+    _supports_gradient_checkpointing = True
+    _no_split_modules = ("UViTBlock",)
+    _repeated_blocks = ("UViTBlock",)
+    # A checkpoint without gates loads into a model with them.
+    _keys_to_ignore_on_load_unexpected: list[str] | None = None
+
+    @register_to_config
+    def __init__(
+        self,
+        sample_size: int | tuple[int, int] = 32,
+        in_channels: int = 3,
+        patch_size: int = 2,
+        hidden_size: int = 512,
+        num_layers: int = 12,
+        num_attention_heads: int = 8,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = False,
+        mlp_time_embed: bool = False,
+        num_class_embeds: int | None = None,
+        cross_attention_dim: int | None = None,
+        text_len: int = 77,
+        final_conv: bool = True,
+        timestep_map: str = "identity",
+        scaling: str | Scaling = "none",
+        keep_function: bool = False,
+        block_scaling: str = "none",
+    ) -> None:
+        super().__init__()
+        grid = _grid(sample_size, patch_size)
+        _check(num_layers, hidden_size, num_attention_heads, num_class_embeds, cross_attention_dim, timestep_map)
+        self.grid = grid
+        self.patch_size = patch_size
+        self.num_extra_tokens = 1 + (num_class_embeds is not None) + (text_len if cross_attention_dim else 0)
+        self.num_tokens = self.num_extra_tokens + grid[0] * grid[1]
+        self.timestep_map = timestep_map
+        self.gradient_checkpointing = False
+
+        def block(skip: bool) -> UViTBlock:
+            return UViTBlock(hidden_size, num_attention_heads, mlp_ratio, qkv_bias, skip, block_scaling)
+
+        self.patch_embed = PatchEmbed(in_channels, hidden_size, patch_size)
+        self.time_embed = (
+            nn.Sequential(
+                nn.Linear(hidden_size, 4 * hidden_size), nn.SiLU(), nn.Linear(4 * hidden_size, hidden_size)
+            )
+            if mlp_time_embed
+            else nn.Identity()
+        )
+        self.label_emb = nn.Embedding(num_class_embeds, hidden_size) if num_class_embeds is not None else None
+        self.context_embed = nn.Linear(cross_attention_dim, hidden_size) if cross_attention_dim else None
+        self.pos_embed = nn.Parameter(torch.zeros(1, self.num_tokens, hidden_size))
+        self.in_blocks = nn.ModuleList(block(skip=False) for _ in range(num_layers // 2))
+        self.mid_block = block(skip=False)
+        self.out_blocks = nn.ModuleList(block(skip=True) for _ in range(num_layers // 2))
+        self.norm = nn.LayerNorm(hidden_size)
+        self.decoder_pred = nn.Linear(hidden_size, patch_size**2 * in_channels)
+        self.final_layer = nn.Conv2d(in_channels, in_channels, 3, padding=1) if final_conv else nn.Identity()
+        self.reset_parameters()
+        if str(scaling) != "none":
+            apply(self, scaling, keep_function=keep_function)
+
+    def reset_parameters(self) -> None:
+        """Truncated normal 0.02 on linears and the position embedding, zero biases; PyTorch's on the rest."""
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    @classmethod
+    def from_preset(cls, name: str, **changes: Any) -> Self:
+        """A model of a published size, `UViT.from_preset("cifar10-uvit-s", scaling="ls")`."""
+        from scalelong.presets import model_preset
+
+        preset = model_preset(name)
+        if preset.backbone != "uvit":
+            raise ValueError(f"{name!r} is a {preset.backbone}, not a U-ViT; use scalelong.build({name!r}).")
+        return cls(**{**preset.config, **changes})
+
+    @classmethod
+    def from_official(
+        cls,
+        state_dict: Mapping[str, Tensor],
+        num_heads: int = 8,
+        scaling: str | Scaling = "none",
+        **changes: Any,
+    ) -> Self:
+        """A model with the published U-ViT's or ScaleLong's weights; see `uvit_official.py`."""
+        from scalelong.backbones.uvit_official import config_of, rename
+
+        config = config_of(state_dict, num_heads, scaling) | changes
+        model = cls(**config)
+        model.load_state_dict(rename(state_dict))
+        return model
+
+    def forward(
+        self,
+        sample: Tensor,
+        timestep: Tensor | float,
+        class_labels: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        return_dict: bool = True,
+    ) -> UNet2DOutput | tuple[Tensor]:
+        """Predict from `sample` [B, C, H, W] at `timestep`, a number, a 0-d or a [B] tensor."""
+        height, width = self._check_inputs(sample, class_labels, encoder_hidden_states)
+        x = self.patch_embed(sample)                                                # [B, h·w, D]
+        extra = self._extra_tokens(sample, timestep, class_labels, encoder_hidden_states)
+        x = torch.cat([*extra, x], dim=1) + self._position_embedding(height, width)  # [B, N, D]
+        skips = []
+        for block in self.in_blocks:
+            x = self._run(block, x)
+            skips.append(x)
+        x = self._run(self.mid_block, x)
+        for block in self.out_blocks:
+            x = self._run(block, x, skips.pop())
+        x = self.decoder_pred(self.norm(x)[:, self.num_extra_tokens :])              # [B, h·w, p·p·C]
+        x = self.final_layer(_unpatchify(x, height, width, self.patch_size))         # [B, C, H, W]
+        return UNet2DOutput(sample=x) if return_dict else (x,)
+
+    def _run(self, block: nn.Module, *args: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and self.gradient_checkpointing:
+            out: Tensor = self._gradient_checkpointing_func(block, *args)
+            return out
+        return block(*args)  # type: ignore[no-any-return]
+
+    def _extra_tokens(
+        self, sample: Tensor, timestep: Tensor | float, labels: Tensor | None, text: Tensor | None
+    ) -> list[Tensor]:
+        """[label, time] or [time, text]: the published order."""
+        dtype = self.pos_embed.dtype
+        t = torch.as_tensor(timestep, device=sample.device).expand(sample.shape[0])
+        time = timestep_embedding(map_timestep(t, self.timestep_map, dtype), self.pos_embed.shape[2])
+        tokens = [self.time_embed(time.to(dtype))[:, None]]
+        if self.label_emb is not None:
+            tokens.insert(0, self.label_emb(labels)[:, None])
+        if self.context_embed is not None:
+            tokens.append(self.context_embed(text))
+        return tokens
+
+    def _position_embedding(self, height: int, width: int) -> Tensor:
+        """The learned one, its patch part interpolated to another grid."""
+        if (height, width) == self.grid:
+            return self.pos_embed
+        extra, patches = self.pos_embed.tensor_split([self.num_extra_tokens], dim=1)
+        image = patches.transpose(1, 2).unflatten(2, self.grid)
+        wide = image if image.dtype == torch.float64 else image.float()
+        resized = F.interpolate(wide, (height, width), mode="bicubic", align_corners=False)
+        return torch.cat([extra, resized.to(image.dtype).flatten(2).transpose(1, 2)], dim=1)
+
+    def _check_inputs(
+        self, sample: Tensor, labels: Tensor | None, text: Tensor | None
+    ) -> tuple[int, int]:
+        height, width = sample.shape[-2:]
+        if height % self.patch_size or width % self.patch_size:
+            raise ValueError(
+                f"height and width are multiples of the patch size {self.patch_size}, got {height}×{width}."
+            )
+        for given, layer, name in (
+            (labels, self.label_emb, "class_labels"),
+            (text, self.context_embed, "encoder_hidden_states"),
+        ):
+            if (given is None) != (layer is None):
+                state = "needs" if layer is not None else "was built without a place for"
+                raise ValueError(f"this U-ViT {state} {name}, got {'none' if given is None else 'some'}.")
+        text_len = self.config.text_len
+        if text is not None and text.shape[1] != text_len:
+            raise ValueError(f"this U-ViT takes {text_len} text tokens, got {text.shape[1]}; pad or cut them.")
+        return height // self.patch_size, width // self.patch_size
+
+
+class UViTBlock(nn.Module):
+    """Pre-norm attention and MLP; a decoder block first merges its skip: Linear(cat[x, κ·skip])."""
+
+    def __init__(
+        self, dim: int, num_heads: int, mlp_ratio: float, qkv_bias: bool, skip: bool, block_scaling: str
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attn = Attention(dim, num_heads, qkv_bias)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = MLP(dim, int(dim * mlp_ratio))
+        self.skip_linear = SkipLinear(2 * dim, dim) if skip else None
+        self.branch_scale = branch_scale(block_scaling)
+
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        """[B, N, D] -> [B, N, D]."""
+        if skip is not None:
+            x = self._merge(x, skip)
+        x = x + self.branch_scale(self.attn(self.norm1(x)))
+        return x + self.branch_scale(self.mlp(self.norm2(x)))  # type: ignore[no-any-return]
+
+    def _merge(self, x: Tensor, skip: Tensor) -> Tensor:
+        scale = getattr(self, "skip_scale", None)
+        if scale is not None and scale.reads_skip:
+            skip, scale = skip * scale(skip), None
+        return self.skip_linear(torch.cat([x, skip], dim=-1), scale)  # type: ignore[no-any-return, misc]
+
+
+class SkipLinear(nn.Linear):
+    """Reads [x, skip]. A coefficient that does not depend on the skip scales the weight's half, D×D numbers
+    instead of B×N×D: it costs nothing at run time."""
+
+    def forward(self, joined: Tensor, scale: nn.Module | None = None) -> Tensor:
+        """[B, N, 2D] -> [B, N, D]."""
+        if scale is None:
+            return F.linear(joined, self.weight, self.bias)
+        coefficient = scale(self.weight)
+        if isinstance(coefficient, float) and coefficient == 1:
+            return F.linear(joined, self.weight, self.bias)
+        main, skip = self.weight.chunk(2, dim=1)
+        return F.linear(joined, torch.cat([main, skip * coefficient], dim=1), self.bias)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention, through torch's own fused kernel in the input's precision."""
+
+    def __init__(self, dim: int, num_heads: int, qkv_bias: bool) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, D] -> [B, N, D]."""
+        q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, H, N, d]
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """Linear, GELU, Linear."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.fc2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, D] -> [B, N, D]."""
+        return self.fc2(F.gelu(self.fc1(x)))  # type: ignore[no-any-return]
+
+
+class PatchEmbed(nn.Module):
+    """Cut an image into patches and project each to a token."""
+
+    def __init__(self, in_channels: int, dim: int, patch_size: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(in_channels, dim, patch_size, stride=patch_size)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, h·w, D]."""
+        return self.proj(image).flatten(2).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def timestep_embedding(t: Tensor, dim: int) -> Tensor:
+    """[B] -> [B, dim]: cos then sin of t over geometrically spaced periods, 2π to 20000π."""
+    half = dim // 2
+    frequencies = torch.exp(-math.log(10000) * torch.arange(half, device=t.device, dtype=t.dtype) / half)
+    angles = t[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin(), torch.zeros_like(t[:, None].expand(-1, dim % 2))], dim=1)
+
+
+def map_timestep(t: Tensor, timestep_map: str, dtype: torch.dtype) -> Tensor:
+    """What the sinusoid is taken of, in float32 at least: half precision cannot tell 998 from 999."""
+    t = t.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    if timestep_map == "continuous":  # index k carries the noise of t = (k+1)/1000, trained as 999·t
+        return 999 * (t + 1) / 1000
+    return t + 1 if timestep_map == "one-based" else t
+
+
+def _unpatchify(tokens: Tensor, height: int, width: int, patch: int) -> Tensor:
+    """[B, h·w, p·p·C] -> [B, C, h·p, w·p]; a token's numbers run over its rows, columns, channels."""
+    pixels = tokens.unflatten(2, (patch, patch, -1)).unflatten(1, (height, width))  # [B, h, w, p, p, C]
+    return pixels.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+
+
+def _grid(sample_size: int | tuple[int, int], patch_size: int) -> tuple[int, int]:
+    height, width = (sample_size, sample_size) if isinstance(sample_size, int) else sample_size
+    if patch_size < 1 or height % patch_size or width % patch_size or height < 1 or width < 1:
+        raise ValueError(
+            f"sample_size is a multiple of patch_size, got sample_size={sample_size} and patch_size={patch_size}."
+        )
+    return height // patch_size, width // patch_size
+
+
+def _check(
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    num_classes: int | None,
+    text_dim: int | None,
+    timestep_map: str,
+) -> None:
+    if num_layers < 2 or num_layers % 2:
+        raise ValueError(
+            f"num_layers is even, so that each encoder block has its decoder block; got {num_layers}, "
+            f"try {max(2, num_layers + num_layers % 2)}."
+        )
+    if hidden_size % num_heads:
+        raise ValueError(f"num_attention_heads divides hidden_size, got {num_heads} and {hidden_size}.")
+    if num_classes is not None and text_dim:
+        raise ValueError(
+            f"a U-ViT takes class labels or text, got num_class_embeds={num_classes} and "
+            f"cross_attention_dim={text_dim}; leave one of them out."
+        )
+    if num_classes is not None and num_classes < 1:
+        raise ValueError(f"num_class_embeds is at least 1, got {num_classes}; None leaves the class token out.")
+    if timestep_map not in TIMESTEP_MAPS:
+        raise ValueError(f"timestep_map is one of {', '.join(TIMESTEP_MAPS)}, got {timestep_map!r}.")

@@ -1,0 +1,104 @@
+"""Published sizes by name. A preset is data: which backbone, and the arguments that build it.
+
+Recipes (steps, batch, learning rate) will join each name when there is a trainer to use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Backbone = Literal["uvit", "unet"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPreset:
+    """A network of a published size."""
+
+    backbone: Backbone
+    about: str
+    config: Mapping[str, Any]
+
+
+def _uvit(about: str, size: int, patch: int, dim: int, depth: int, heads: int, **more: Any) -> ModelPreset:
+    config = {
+        "sample_size": size,
+        "patch_size": patch,
+        "hidden_size": dim,
+        "num_layers": depth,
+        "num_attention_heads": heads,
+        **more,
+    }
+    return ModelPreset(backbone="uvit", about=about, config=config)
+
+
+_IMAGENET64 = {"num_class_embeds": 1000}
+_IMAGENET_LATENT = {"in_channels": 4, "num_class_embeds": 1001, "timestep_map": "one-based"}  # the last class is null
+_COCO_LATENT = {"in_channels": 4, "cross_attention_dim": 768, "text_len": 77, "timestep_map": "one-based"}
+
+_DDPM_UNET = {  # the layout of the DDPM baselines (Ho et al. 2020)
+    "in_channels": 3,
+    "out_channels": 3,
+    "act_fn": "silu",
+    "norm_eps": 1e-6,
+    "norm_num_groups": 32,
+}
+
+MODEL_PRESETS: dict[str, ModelPreset] = {
+    "cifar10-uvit-xs": _uvit("U-ViT-XS/2 for 32×32 images; our size, for quick work", 32, 2, 256, 12, 4),
+    "cifar10-uvit-s": _uvit("U-ViT-S/2 for CIFAR-10", 32, 2, 512, 12, 8),
+    "cifar10-uvit-s-deep": _uvit("U-ViT-S/2 of depth 16 for CIFAR-10", 32, 2, 512, 16, 8),
+    "celeba64-uvit-s": _uvit("U-ViT-S/4 for CelebA 64×64", 64, 4, 512, 12, 8),
+    "imagenet64-uvit-m": _uvit("U-ViT-M/4 for ImageNet 64×64, by class", 64, 4, 768, 16, 12, **_IMAGENET64),
+    "imagenet64-uvit-l": _uvit("U-ViT-L/4 for ImageNet 64×64, by class", 64, 4, 1024, 20, 16, **_IMAGENET64),
+    "imagenet256-uvit-l": _uvit("U-ViT-L/2 for ImageNet 256 latents", 32, 2, 1024, 20, 16, **_IMAGENET_LATENT),
+    "imagenet256-uvit-h": _uvit(
+        "U-ViT-H/2 for ImageNet 256 latents", 32, 2, 1152, 28, 16, final_conv=False, **_IMAGENET_LATENT
+    ),
+    "imagenet512-uvit-l": _uvit("U-ViT-L/4 for ImageNet 512 latents", 64, 4, 1024, 20, 16, **_IMAGENET_LATENT),
+    "imagenet512-uvit-h": _uvit(
+        "U-ViT-H/4 for ImageNet 512 latents", 64, 4, 1152, 28, 16, final_conv=False, **_IMAGENET_LATENT
+    ),
+    "coco-uvit-s": _uvit("U-ViT-S/2 for COCO 256 latents, by text", 32, 2, 512, 12, 8, **_COCO_LATENT),
+    "coco-uvit-s-deep": _uvit("U-ViT-S/2 of depth 16 for COCO latents, by text", 32, 2, 512, 16, 8, **_COCO_LATENT),
+    "cifar10-unet": ModelPreset(
+        backbone="unet",
+        about="the DDPM UNet for CIFAR-10, attention at 16×16",
+        config={
+            **_DDPM_UNET,
+            "sample_size": 32,
+            "layers_per_block": 2,
+            "block_out_channels": (128, 256, 256, 256),
+            "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
+            "up_block_types": ("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+            "attention_head_dim": 256,
+            "dropout": 0.1,
+            "flip_sin_to_cos": False,
+            "freq_shift": 1,
+            "downsample_padding": 0,
+        },
+    ),
+    "imagenet64-unet": ModelPreset(
+        backbone="unet",
+        about="our reading of the 144 M UNet for ImageNet 64×64, by class (after IDDPM), attention at 16 and 8",
+        config={
+            **_DDPM_UNET,
+            "sample_size": 64,
+            "layers_per_block": 2,
+            "block_out_channels": (160, 320, 480, 640),
+            "down_block_types": ("DownBlock2D", "DownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D"),
+            "up_block_types": ("AttnUpBlock2D", "AttnUpBlock2D", "UpBlock2D", "UpBlock2D"),
+            "attention_head_dim": 160,
+            "resnet_time_scale_shift": "scale_shift",
+            "num_class_embeds": 1000,
+        },
+    ),
+}
+
+
+def model_preset(name: str) -> ModelPreset:
+    """Look a preset up; an unknown name gets the list."""
+    if name not in MODEL_PRESETS:
+        raise ValueError(f"unknown preset {name!r}; the known ones are {', '.join(MODEL_PRESETS)}.")
+    return MODEL_PRESETS[name]

@@ -1,0 +1,129 @@
+"""`apply`: scale the long skips of a model. Find them, check everything, and only then change it."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+from scalelong.skips import fold
+from scalelong.skips.attach import adapter_for, attach, attached
+from scalelong.skips.handle import AppliedScaling
+from scalelong.skips.scalers import starts_at_identity
+from scalelong.skips.sites import PLACEMENTS, Adapter, LongSkip, UnsupportedModelError
+from scalelong.skips.spec import ConstantScaling, Scaling, parse_scaling
+
+
+def find_skips(model: nn.Module) -> list[LongSkip]:
+    """The model's long skips, outermost first; `UnsupportedModelError` says what was looked for."""
+    return adapter_for(model).find(model)
+
+
+def apply(
+    model: nn.Module,
+    scaling: str | Scaling,
+    *,
+    placement: str = "concat",
+    keep_function: bool = False,
+) -> AppliedScaling:
+    """Scale the long skips of `model`, in place, and return a handle.
+
+    `scaling` is a spec such as "cs:0.7", "ls" or "1/sqrt2", or an object such as `CS(kappa=0.7)`.
+    `placement="concat"` scales the skip before it meets the main path, as the paper does; "norm" scales
+    it behind the normalisation that follows (GroupNorm UNets, HunyuanDiT), which would undo a constant.
+    `keep_function=True` is for trained weights: the outputs stay as they were at the first step.
+
+    Residuals of a ControlNet are added to the skips before they are scaled. FreeU acts after the scale at
+    "concat" and before it at "norm". Apply first; compile, wrap (DDP, FSDP) or add adapters (PEFT) after.
+    """
+    scaling = parse_scaling(scaling)
+    if placement not in PLACEMENTS:
+        raise ValueError(f"placement is one of {', '.join(map(repr, PLACEMENTS))}, got {placement!r}.")
+    _refuse_wrapped(model)
+    adapter = adapter_for(model)
+    root = attached(model)
+    if root is not None:
+        raise ValueError(
+            f"{type(model).__name__} already has the scaling {str(root.scaling)!r}; "
+            "call scalelong.scaling_of(model).remove() first."
+        )
+    skips = adapter.find(model)
+    _check_placement(adapter, model, skips, placement)
+    factors = fold.compensation(scaling, len(skips)) if keep_function else []
+    fold.check_exact(adapter, skips, placement, factors)
+    _warn_of_recorded(adapter, model)
+    if not keep_function and not starts_at_identity(scaling, len(skips)) and not _looks_fresh(model):
+        _warn_of_trained(scaling, skips)
+    attach(model, adapter, skips, scaling, placement, keep_function)
+    fold.scale_merge_weights(adapter, skips, placement, factors)
+    return AppliedScaling(model)
+
+
+def scaling_of(model: nn.Module) -> AppliedScaling | None:
+    """The handle of the scaling that is attached to a model, its deep copy or a loaded one; else None."""
+    return None if attached(model) is None else AppliedScaling(model)
+
+
+def _check_placement(adapter: Adapter, model: nn.Module, skips: list[LongSkip], placement: str) -> None:
+    if placement not in adapter.placements:
+        raise ValueError(
+            f"{type(model).__name__} has no norm after the concatenation, so there is no placement={placement!r}; "
+            f"use placement={adapter.placements[0]!r}."
+        )
+    adapter.check_placement(skips, placement)
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Hooks set on a wrapper, or behind a compiled graph, would silently do nothing."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"apply takes a model, got {type(model).__name__}"
+            + ("; give it the pipeline's .unet or .transformer." if hasattr(model, "components") else ".")
+        )
+    modules = list(model.modules())
+    ancestors = {cls for module in modules for cls in type(module).__mro__}
+    how = None
+    if hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in modules):
+        how = ("compiled", "apply to the plain model, then compile it")
+    elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        how = ("wrapped for data-parallel training", "apply to model.module before wrapping it")
+    elif any(cls.__module__.startswith("torch.distributed.fsdp") for cls in ancestors):
+        how = ("sharded by FSDP", "apply before sharding it")
+    elif any(cls.__module__.split(".")[0] == "peft" for cls in ancestors):
+        how = ("carrying PEFT adapters", "apply to the base model, then add the adapters")
+    if how:
+        raise ValueError(f"the model is {how[0]}; {how[1]}.")
+
+
+def _warn_of_recorded(adapter: Adapter, model: nn.Module) -> None:
+    entry = adapter.recorded(model)
+    if entry:
+        warnings.warn(
+            f"this model was saved with the scaling {entry['scaling']!r} at {entry['placement']!r}, and loaded "
+            "without it; scalelong.load(folder) restores both. What is applied now replaces that note.",
+            stacklevel=3,
+        )
+
+
+def _looks_fresh(model: nn.Module) -> bool:
+    """Every norm still has gain 1 and bias 0, which no training step leaves them at."""
+    for module in model.modules():
+        if isinstance(module, (nn.GroupNorm, nn.LayerNorm)) and module.weight is not None:
+            if module.weight.is_meta:
+                return True
+            if (module.weight != 1).any() or (module.bias is not None and (module.bias != 0).any()):
+                return False
+    return True
+
+
+def _warn_of_trained(scaling: Scaling, skips: list[LongSkip]) -> None:
+    if isinstance(scaling, ConstantScaling):
+        smallest = min(scaling.coefficients(len(skips)))
+        effect = f"multiplies a skip by {smallest:.2g}"
+    else:
+        effect = "starts away from 1 on every skip"
+    warnings.warn(
+        f"these weights look trained, and {str(scaling)!r} {effect}, which changes what they compute; "
+        "apply(..., keep_function=True) leaves the outputs as they are at the first step.",
+        stacklevel=3,
+    )

@@ -1,0 +1,121 @@
+"""Putting scales into a model's tree and taking them out again. No checks: those are `apply`'s.
+
+Each skip's scale sits on the block that merges it, as `skip_scale`; on the model one `skip_scaling` holds
+the gates that skips share (registered twice, safetensors would refuse to save them) and what was asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from scalelong.skips import hooks
+from scalelong.skips.scalers import build_scales
+from scalelong.skips.sites import Adapter, LongSkip, UnsupportedModelError
+from scalelong.skips.spec import Scaling
+
+# Class name -> the module and class of its adapter. By name, so that nothing is imported before it is needed.
+_ADAPTERS = {
+    "UNet2DModel": ("scalelong.adapters.unet", "UNetAdapter"),
+    "UNet2DConditionModel": ("scalelong.adapters.unet", "UNetAdapter"),
+    "HunyuanDiT2DModel": ("scalelong.adapters.hunyuan_dit", "HunyuanDiTAdapter"),
+    "UViT": ("scalelong.adapters.uvit", "UViTAdapter"),
+}
+
+
+class SkipScaling(nn.Module):
+    """On the model: the shared gates, and what `scaling_of` needs to know."""
+
+    def __init__(
+        self, scaling: Scaling, placement: str, keep_function: bool, gates: nn.ModuleDict
+    ) -> None:
+        super().__init__()
+        self.scaling = scaling
+        self.placement = placement
+        self.keep_function = keep_function
+        self.gates = gates
+        self.hook_handles: list[RemovableHandle] = []
+
+    def extra_repr(self) -> str:
+        """The spec and the placement, for printing the model."""
+        return f"{self.scaling}, placement={self.placement}"
+
+
+def attach(
+    model: nn.Module,
+    adapter: Adapter,
+    skips: list[LongSkip],
+    scaling: Scaling,
+    placement: str,
+    keep_function: bool,
+) -> None:
+    """Put the scales into the tree, the hooks on the blocks and the note into the config. Checks nothing."""
+    like = next(p for p in skips[0].block.parameters() if p.is_floating_point())
+    scales, gates = build_scales(
+        scaling,
+        [skip.shape for skip in skips],
+        keep_function=keep_function,
+        device=like.device,
+        dtype=like.dtype,
+    )
+    root = SkipScaling(scaling, placement, keep_function, gates)
+    for skip, scale in zip(skips, scales, strict=True):
+        skip.block.skip_scale = scale
+    model.skip_scaling = root
+    root.hook_handles += adapter.attach(model, skips, placement)
+    root.hook_handles.append(model.register_load_state_dict_post_hook(_accept_missing_gates))
+    root.train(model.training)
+    adapter.record(
+        model, {"scaling": str(scaling), "placement": placement, "keep_function": keep_function}
+    )
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach`, to the last attribute."""
+    adapter = adapter_for(model)
+    for skip in adapter.find(model):
+        hooks.unlink(skip.block)
+        del skip.block.skip_scale
+    for handle in model.skip_scaling.hook_handles:  # type: ignore[union-attr]
+        handle.remove()
+    del model.skip_scaling
+    adapter.record(model, None)
+
+
+def attached(model: nn.Module) -> SkipScaling | None:
+    """The note that `attach` left on the model."""
+    return model._modules.get("skip_scaling")  # type: ignore[return-value]
+
+
+def adapter_for(model: nn.Module) -> Adapter:
+    """The adapter for this model's class, or a refusal that says what was looked for."""
+    for cls in type(model).__mro__:
+        if cls.__name__ in _ADAPTERS and cls.__module__.split(".")[0] in ("diffusers", "scalelong"):
+            module, name = _ADAPTERS[cls.__name__]
+            adapter: Adapter = getattr(importlib.import_module(module), name)()
+            return adapter
+    raise UnsupportedModelError(
+        f"no long skips were found in {type(model).__name__}: looked for one of {', '.join(_ADAPTERS)}, "
+        "or a subclass. For a network of your own, put scalelong.SkipScales on the line that concatenates "
+        "(docs/your-own-unet.md)."
+    )
+
+
+def _accept_missing_gates(model: nn.Module, keys: Any) -> None:
+    """A checkpoint from before the gates were there loads, and says so; one with half of them does not."""
+    gates = {name for name, _ in model.named_parameters() if is_gate_key(name)}
+    if gates and gates <= set(keys.missing_keys):
+        keys.missing_keys[:] = [key for key in keys.missing_keys if key not in gates]
+        warnings.warn(
+            f"the checkpoint was made without skip gates; the {len(gates)} gate tensors keep their first values.",
+            stacklevel=2,
+        )
+
+
+def is_gate_key(name: str) -> bool:
+    """Whether a state-dict key belongs to what `attach` added."""
+    return "skip_scale" in name.split(".") or "skip_scaling" in name.split(".")

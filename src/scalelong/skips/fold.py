@@ -1,0 +1,65 @@
+"""Moving constants between skips and weights, where that is exact: a linear layer reads the skip directly.
+
+U-ViT: `W[:, D:] *= κ_i`. GroupNorm UNets scaled after the norm: the skip part of the norm's gain and bias
+and of the shortcut's columns. HunyuanDiT scaled after the norm: the skip's columns of `skip_linear`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from scalelong.skips.scalers import FixedScale, LearnedScale, SkipScale, first_coefficients
+from scalelong.skips.sites import Adapter, LongSkip
+from scalelong.skips.spec import Scaling
+
+
+def constants_of(scales: Sequence[SkipScale]) -> list[float]:
+    """The coefficients as numbers; gates have none, because theirs depend on the input."""
+    constants = []
+    for scale in scales:
+        if isinstance(scale, FixedScale):
+            constants.append(scale.value)
+        elif isinstance(scale, LearnedScale):
+            constants.append(scale.scale.item())
+        else:
+            raise ValueError(
+                "a gate's coefficients depend on the input, so they cannot be folded into weights; "
+                "keep the gate (save_pretrained and scalelong.load do), or train with a constant ('cs:0.7')."
+            )
+    return constants
+
+
+def compensation(scaling: Scaling, num_skips: int) -> list[float]:
+    """What the merge weights are multiplied by so that the first coefficients change nothing: 1/κ_i."""
+    first = first_coefficients(scaling, num_skips) or ()
+    if any(c == 0 or not math.isfinite(1 / c) for c in first):
+        raise ValueError(f"keep_function divides by the first coefficients, and {str(scaling)!r} has a 0.")
+    return [1 / c for c in first]
+
+
+def check_exact(adapter: Adapter, skips: Sequence[LongSkip], placement: str, factors: Sequence[float]) -> None:
+    """Refuse where a factor other than 1 would have to pass through a normalisation."""
+    if all(factor == 1 for factor in factors):
+        return
+    if any(not adapter.merge_weights(skip, placement) for skip in skips):
+        raise ValueError(
+            f"a constant at placement={placement!r} cannot be moved into the weights of this model: a "
+            "normalisation stands between the skip and the weights that read it. Apply with placement='norm' "
+            "for that, or use a gate ('ls') with keep_function=True."
+        )
+
+
+@torch.no_grad()
+def scale_merge_weights(
+    adapter: Adapter, skips: Sequence[LongSkip], placement: str, factors: Sequence[float]
+) -> None:
+    """Multiply the weights that read skip i by the i-th factor; no factors, no change."""
+    if not factors:
+        return
+    for skip, factor in zip(skips, factors, strict=True):
+        if factor != 1:
+            for view in adapter.merge_weights(skip, placement):
+                view.mul_(factor)

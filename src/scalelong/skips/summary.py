@@ -1,0 +1,171 @@
+"""The skip table, and what it measures: coefficients as they are, and what a norm leaves of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scalelong.skips.scalers import FixedScale, LearnedScale, SkipScale
+from scalelong.skips.sites import LongSkip
+
+if TYPE_CHECKING:
+    from scalelong.skips.handle import AppliedScaling
+
+
+def summarise(handle: AppliedScaling, inputs: Sequence[Any], named_inputs: Mapping[str, Any]) -> str:
+    """The text of `AppliedScaling.summary`."""
+    skips, scales = handle.skips, handle.scales
+    rows = [
+        {"i": str(skip.index), "module": skip.name, "skip shape": skip.shape_text, "coefficient": _describe(scale)}
+        for skip, scale in zip(skips, scales, strict=True)
+    ]
+    undone = [undone_share(skip) for skip in skips]
+    at_concat_before_norm = handle.placement == "concat" and any(skip.norm is not None for skip in skips)
+    if at_concat_before_norm:
+        for row, share in zip(rows, undone, strict=True):
+            row["undone by norm"] = f"{share:.0%}"
+    if inputs or named_inputs:
+        measured = measure(handle.model, skips, scales, inputs, named_inputs, at_concat_before_norm)
+        for row, (coefficient, share_measured) in zip(rows, measured, strict=True):
+            row["coefficient"] = coefficient
+            if at_concat_before_norm:
+                row["measured"] = "–" if share_measured is None else f"{share_measured:.0%}"
+    title = (
+        f"{handle.scaling} at {handle.placement} on {type(handle.model).__name__}: "
+        f"{len(skips)} long skips, outermost first"
+    )
+    lines = [title, *format_table(rows)]
+    if at_concat_before_norm and (advice := _advice(skips, undone)):
+        warnings.warn(advice, stacklevel=4)
+        lines.append(f"! {advice}")
+    return "\n".join(lines)
+
+
+def format_table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Rows of the same keys as aligned lines, the keys on top."""
+    columns = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
+    lines = [{key: key for key in columns}, *rows]
+    return ["  ".join(line[key].ljust(width) for key, width in columns.items()).rstrip() for line in lines]
+
+
+def undone_share(skip: LongSkip) -> float:
+    """The share of this skip's channels whose norm group holds skip channels alone, from widths and groups.
+
+    There the norm divides out what a constant multiplied in. A LayerNorm is one group, with the main path in it.
+    """
+    if not isinstance(skip.norm, nn.GroupNorm):
+        return 0.0
+    total = skip.main_channels + skip.shape.channels
+    group_size = total // skip.norm.num_groups
+    first_pure_group = -(-skip.main_channels // group_size)
+    return (total - first_pure_group * group_size) / skip.shape.channels
+
+
+def measure(
+    model: nn.Module,
+    skips: Sequence[LongSkip],
+    scales: Sequence[SkipScale],
+    inputs: Sequence[Any],
+    named_inputs: Mapping[str, Any],
+    at_concat_before_norm: bool,
+) -> list[tuple[str, float | None]]:
+    """For each skip its coefficient in one run, as text, and how much of it the following norm undid."""
+    entering: dict[int, Tensor] = {}
+    with ExitStack() as stack:
+        for skip in skips if at_concat_before_norm else ():
+            assert skip.norm is not None
+
+            def note(_: nn.Module, args: tuple[Any, ...], index: int = skip.index) -> None:
+                entering[index] = args[0]
+
+            stack.callback(skip.norm.register_forward_pre_hook(note).remove)
+        coefficients = capture_coefficients(model, scales, inputs, named_inputs)
+    result: list[tuple[str, float | None]] = []
+    for skip, coefficient in zip(skips, coefficients, strict=True):
+        undone = _undone(skip, entering[skip.index], coefficient) if skip.index in entering else None
+        result.append((_describe_values(coefficient), undone))
+    return result
+
+
+def capture_coefficients(
+    model: nn.Module, scales: Sequence[SkipScale], inputs: Sequence[Any], named_inputs: Mapping[str, Any]
+) -> list[Tensor]:
+    """Run the model once and return what each scale gave, in the shape in which it multiplies."""
+    found: dict[int, Any] = {}
+    with ExitStack() as stack:
+        for index, scale in enumerate(scales):
+
+            def note(_: nn.Module, args: Any, output: Any, index: int = index) -> None:
+                found[index] = output
+
+            stack.callback(scale.register_forward_hook(note).remove)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_eval_mode(model))
+        model(*inputs, **named_inputs)
+    # A constant may act through weights, and then is never asked during the run.
+    constants = {i: s.value if isinstance(s, FixedScale) else s.scale for i, s in enumerate(scales)
+                 if isinstance(s, (FixedScale, LearnedScale))}
+    return [torch.as_tensor(constants.get(i, found.get(i))).detach() for i in range(len(scales))]
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Any:
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+def _undone(skip: LongSkip, entering: Tensor, coefficient: Tensor) -> float | None:
+    """1 where the norm undoes the scale wholly, 0 where it comes through as c · norm(unscaled)."""
+    dim = skip.shape.channel_dim
+    sizes = [skip.main_channels, skip.shape.channels]
+    main, scaled = entering.double().split(sizes, dim)
+    c = coefficient.double()
+    if (c == 1).all():
+        return None
+    raw = _normalise(skip.norm, torch.cat([main, scaled / c], dim)).split(sizes, dim)[1]
+    got = _normalise(skip.norm, entering.double()).split(sizes, dim)[1]
+    return 1 - ((got - raw).norm() / (c * raw - raw).norm()).item()
+
+
+def _normalise(norm: nn.Module | None, x: Tensor) -> Tensor:
+    """The norm without its learned gain and bias."""
+    if isinstance(norm, nn.GroupNorm):
+        return F.group_norm(x, norm.num_groups, eps=norm.eps)
+    assert isinstance(norm, nn.LayerNorm)
+    return F.layer_norm(x, norm.normalized_shape, eps=norm.eps)
+
+
+def _advice(skips: Sequence[LongSkip], undone: Sequence[float]) -> str:
+    channels = [skip.shape.channels for skip in skips]
+    share = sum(u * c for u, c in zip(undone, channels, strict=True)) / sum(channels)
+    if not share:
+        return ""
+    return (
+        f"{share:.0%} of the skip channels sit in GroupNorm groups of their own, where the norm undoes a "
+        "constant (only the shortcut still sees it); placement='norm' scales behind the norm."
+    )
+
+
+def _describe(scale: SkipScale) -> str:
+    if isinstance(scale, FixedScale):
+        return f"{scale.value:.6g}"
+    if isinstance(scale, LearnedScale):
+        return "learned" if scale.scale.is_meta else f"{scale.scale.item():.6g} (learned)"
+    return "gate"
+
+
+def _describe_values(coefficient: Tensor) -> str:
+    if coefficient.dim() == 0:
+        return f"{coefficient.item():.6g}"
+    return f"{coefficient.mean().item():.4f} ± {coefficient.std().item():.4f}"
