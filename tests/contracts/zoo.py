@@ -88,7 +88,7 @@ def _unet2d() -> nn.Module:
     from diffusers import UNet2DModel
 
     return UNet2DModel(
-        sample_size=16,
+        sample_size=8,
         block_out_channels=(32, 48),
         layers_per_block=1,
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
@@ -103,7 +103,7 @@ def _sd15(**more: Any) -> nn.Module:
     from diffusers import UNet2DConditionModel
 
     defaults = dict(
-        sample_size=16,
+        sample_size=8,
         block_out_channels=(32, 64),
         layers_per_block=1,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -159,7 +159,7 @@ def _hunyuan() -> nn.Module:
         num_layers=8,
         mlp_ratio=2.0,
         cross_attention_dim=24,
-        cross_attention_dim_t5=20,
+        cross_attention_dim_t5=16,
         pooled_projection_dim=16,
         text_len=5,
         text_len_t5=6,
@@ -175,7 +175,7 @@ def _hunyuan_inputs() -> dict[str, Any]:
         timestep=torch.tensor([3.0, 700.0]),
         encoder_hidden_states=_randn(2, 5, 24, seed=2),
         text_embedding_mask=torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]]),
-        encoder_hidden_states_t5=_randn(2, 6, 20, seed=3),
+        encoder_hidden_states_t5=_randn(2, 6, 16, seed=3),
         text_embedding_mask_t5=torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]]),
         image_meta_size=torch.tensor([[16, 16, 16, 16, 0, 0]] * 2).float(),
         style=torch.tensor([0, 0]),
@@ -183,7 +183,7 @@ def _hunyuan_inputs() -> dict[str, Any]:
     )
 
 
-_TEXT = dict(sample=_randn(2, 4, 16, 16), timestep=torch.tensor([3, 700]), encoder_hidden_states=_randn(2, 7, 24, seed=2))
+_TEXT = dict(sample=_randn(2, 4, 8, 8), timestep=torch.tensor([3, 700]), encoder_hidden_states=_randn(2, 7, 24, seed=2))
 _SD15_SKIPS = dict(
     merges=("up_blocks.1.resnets.1", "up_blocks.1.resnets.0", "up_blocks.0.resnets.1", "up_blocks.0.resnets.0"),
     widths=(32, 32, 32, 64),
@@ -206,7 +206,7 @@ CASES = {
         Case(
             "unet2d",
             _unet2d,
-            dict(sample=_randn(2, 3, 16, 16), timestep=torch.tensor([3, 700])),
+            dict(sample=_randn(2, 3, 8, 8), timestep=torch.tensor([3, 700])),
             merges=_SD15_SKIPS["merges"],
             widths=(32, 32, 32, 48),
         ),
