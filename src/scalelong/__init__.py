@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from scalelong.version import __version__
 
 if TYPE_CHECKING:
-    from scalelong.backbones.uvit import UViT
     from scalelong.backbones.build import build
+    from scalelong.backbones.uvit import UViT
     from scalelong.saving import load
     from scalelong.skips.apply import apply, find_skips, scaling_of
     from scalelong.skips.scalers import SkipScales

@@ -34,7 +34,11 @@ def _uvit(about: str, size: int, patch: int, dim: int, depth: int, heads: int, *
 
 
 _IMAGENET64 = {"num_class_embeds": 1000}
-_IMAGENET_LATENT = {"in_channels": 4, "num_class_embeds": 1001, "timestep_map": "one-based"}  # the last class is null
+_IMAGENET_LATENT = {
+    "in_channels": 4,
+    "num_class_embeds": 1001,
+    "timestep_map": "one-based",
+}  # the last class is null
 _COCO_LATENT = {"in_channels": 4, "cross_attention_dim": 768, "text_len": 77, "timestep_map": "one-based"}
 
 _DDPM_UNET = {  # the layout of the DDPM baselines (Ho et al. 2020)

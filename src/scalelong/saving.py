@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from scalelong.skips.sites import CONFIG_KEY
 from scalelong.skips.spec import parse_scaling
 
 _WEIGHTS = "diffusion_pytorch_model"
+_ALIGNMENT = 64  # bytes: torch's own on the CPU
 
 
 def load(path: str | Path, *, subfolder: str | None = None, variant: str | None = None, **kwargs: Any) -> nn.Module:
@@ -29,7 +31,8 @@ def load(path: str | Path, *, subfolder: str | None = None, variant: str | None 
     cls = model_class(config)
     with _quiet_about_scaling():
         model: nn.Module = cls.from_pretrained(folder, variant=variant, **kwargs)
-    entry = config.get(CONFIG_KEY)
+    take_ownership(model)
+    entry = recorded_scaling(config)
     if entry is None or attached(model) is not None:
         return model
     adapter = adapter_for(model)
@@ -38,16 +41,39 @@ def load(path: str | Path, *, subfolder: str | None = None, variant: str | None 
     gates = {name for name in model.state_dict() if is_gate_key(name)}
     found = {name: tensor for name, tensor in _saved_tensors(folder, variant) if name in gates} if gates else {}
     if gates - set(found):
-        raise ValueError(f"{folder} names the scaling {entry['scaling']!r} but lacks {', '.join(sorted(gates - set(found)))}.")
+        raise ValueError(
+            f"{folder} names the scaling {entry['scaling']!r} but lacks {', '.join(sorted(gates - set(found)))}."
+        )
     model.load_state_dict(found, strict=False)
     return model
+
+
+def take_ownership(model: nn.Module) -> None:
+    """Finish what diffusers' loader leaves open: gates without values, and tensors that lie in the file.
+
+    The loader maps the file, and its tensors lie there as they come. Matrix products round differently on
+    misaligned memory, so without a copy the loaded model would differ in the last bits.
+    """
+    device = next((p.device for p in model.parameters() if not p.is_meta), None)
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if device is not None and is_gate_key(name) and own and own[0].is_meta:
+            module.to_empty(device=device, recurse=False)
+            module.reset_parameters()
+    for tensor in chain(model.parameters(), model.buffers()):
+        if tensor.device.type == "cpu" and tensor.data_ptr() % _ALIGNMENT:
+            tensor.data = tensor.data.clone()
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """A model folder's config.json."""
     file = folder / "config.json"
     if not file.is_file():
-        hint = "; it is a pipeline: name the subfolder of its model ('unet' or 'transformer')" if (folder / "model_index.json").is_file() else ""
+        hint = (
+            "; it is a pipeline: name the subfolder of its model ('unet' or 'transformer')"
+            if (folder / "model_index.json").is_file()
+            else ""
+        )
         raise ValueError(f"no config.json in {folder}{hint}. A folder that save_pretrained wrote has one.")
     try:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -56,6 +82,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or "_class_name" not in config:
         raise ValueError(f"{file} names no model class (_class_name); save_pretrained writes one.")
     return config
+
+
+def recorded_scaling(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The scaling that a config.json names: an entry of ours, or U-ViT's own fields."""
+    if config["_class_name"] == "UViT" and config.get("scaling", "none") != "none":
+        return {"scaling": config["scaling"], "placement": "concat", "keep_function": config["keep_function"]}
+    entry: dict[str, Any] | None = config.get(CONFIG_KEY)
+    return entry
 
 
 def model_class(config: dict[str, Any]) -> Any:
@@ -93,9 +127,11 @@ def _saved_tensors(folder: Path, variant: str | None) -> Iterator[tuple[str, Ten
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     for name in sorted(names):
         if not (folder / name).is_file():
-            raise ValueError(f"the gates are read from {name}, which is not in {folder}; save with safe_serialization.")
+            raise ValueError(
+                f"the gates are read from {name}, which is not in {folder}; save with safe_serialization."
+            )
         with safe_open(folder / name, framework="pt") as file:
-            for key in file.keys():
+            for key in file.keys():  # noqa: SIM118 - a file handle, not a dict
                 if is_gate_key(key):
                     yield key, file.get_tensor(key)
 

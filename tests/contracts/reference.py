@@ -52,7 +52,12 @@ def coefficient(case: Case, spec: str, state: Mapping[str, Tensor], i: int, skip
 
 
 def forward(
-    case: Case, plain: nn.Module, inputs: dict[str, Any], spec: str, state: Mapping[str, Tensor], placement: str
+    case: Case,
+    plain: nn.Module,
+    inputs: dict[str, Any],
+    spec: str,
+    state: Mapping[str, Tensor],
+    placement: str,
 ) -> Tensor:
     run = {"uvit": uvit, "unet": unet, "hunyuan": hunyuan}[case.kind]
     return run(case, plain, inputs, spec, state, placement)
@@ -62,7 +67,12 @@ def forward(
 
 
 def uvit(
-    case: Case, plain: nn.Module, inputs: dict[str, Any], spec: str, gates: Mapping[str, Tensor], placement: str
+    case: Case,
+    plain: nn.Module,
+    inputs: dict[str, Any],
+    spec: str,
+    gates: Mapping[str, Tensor],
+    placement: str,
 ) -> Tensor:
     w, heads, p = plain.state_dict(), plain.config.num_attention_heads, plain.config.patch_size
     image, t = inputs["sample"], inputs["timestep"]
@@ -78,12 +88,18 @@ def uvit(
     if "label_emb.weight" in w:
         extra = [w["label_emb.weight"][inputs["class_labels"]][:, None], time]
     if "context_embed.weight" in w:
-        extra = [time, inputs["encoder_hidden_states"] @ w["context_embed.weight"].T + w["context_embed.bias"]]
+        extra = [
+            time,
+            inputs["encoder_hidden_states"] @ w["context_embed.weight"].T + w["context_embed.bias"],
+        ]
     x = torch.cat([*extra, x], 1) + w["pos_embed"]
 
     def layer_norm(x: Tensor, name: str) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
-        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+        return (
+            centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
+            + w[f"{name}.bias"]
+        )
 
     def block(x: Tensor, name: str) -> Tensor:
         qkv = layer_norm(x, f"{name}.norm1") @ w[f"{name}.attn.qkv.weight"].T
@@ -123,7 +139,12 @@ def uvit(
 
 
 def unet(
-    case: Case, plain: nn.Module, inputs: dict[str, Any], spec: str, gates: Mapping[str, Tensor], placement: str
+    case: Case,
+    plain: nn.Module,
+    inputs: dict[str, Any],
+    spec: str,
+    gates: Mapping[str, Tensor],
+    placement: str,
 ) -> Tensor:
     calls = _record_calls(plain, plain.up_blocks, inputs, ("hidden_states", "res_hidden_states_tuple", "temb"))
     x, index = calls[0]["hidden_states"], len(case.merges)
@@ -137,7 +158,13 @@ def unet(
                 skip = skip * coefficient(case, spec, gates, index, skip)
             if getattr(up_block, "b1", None):
                 x, skip = apply_freeu(
-                    up_block.resolution_idx, x.clone(), skip, s1=up_block.s1, s2=up_block.s2, b1=up_block.b1, b2=up_block.b2
+                    up_block.resolution_idx,
+                    x.clone(),
+                    skip,
+                    s1=up_block.s1,
+                    s2=up_block.s2,
+                    b1=up_block.b1,
+                    b2=up_block.b2,
                 )
             c = coefficient(case, spec, gates, index, skip) if placement == "norm" else 1.0
             x = _resnet(resnet, x, skip, call["temb"], c)
@@ -155,7 +182,9 @@ def _resnet(resnet: nn.Module, main: Tensor, skip: Tensor, temb: Tensor, c: Tens
     norm = resnet.norm1
     groups = x.unflatten(1, (norm.num_groups, -1)).flatten(2)
     variance, mean = torch.var_mean(groups, 2, keepdim=True, correction=0)
-    h = ((groups - mean) / (variance + norm.eps).sqrt()).view_as(x) * norm.weight[:, None, None] + norm.bias[:, None, None]
+    h = ((groups - mean) / (variance + norm.eps).sqrt()).view_as(x) * norm.weight[:, None, None] + norm.bias[
+        :, None, None
+    ]
     h = torch.cat([h[:, : main.shape[1]], h[:, main.shape[1] :] * c], 1)
     h = resnet.conv1(h * torch.sigmoid(h))
     shift = resnet.time_emb_proj(temb if resnet.skip_time_act else F.silu(temb))[:, :, None, None]
@@ -172,7 +201,12 @@ def _resnet(resnet: nn.Module, main: Tensor, skip: Tensor, temb: Tensor, c: Tens
 
 
 def hunyuan(
-    case: Case, plain: nn.Module, inputs: dict[str, Any], spec: str, gates: Mapping[str, Tensor], placement: str
+    case: Case,
+    plain: nn.Module,
+    inputs: dict[str, Any],
+    spec: str,
+    gates: Mapping[str, Tensor],
+    placement: str,
 ) -> Tensor:
     calls = _record_calls(plain, plain.blocks, inputs, ("hidden_states",))
     x, call = calls[0]["hidden_states"], calls[0]
@@ -183,7 +217,9 @@ def hunyuan(
             c = coefficient(case, spec, gates, len(kept), skip)
             norm = block.skip_norm
             joined = torch.cat([x, skip * c if placement == "concat" else skip], -1).float()
-            joined = F.layer_norm(joined, norm.normalized_shape, norm.weight.float(), norm.bias.float(), norm.eps).to(x.dtype)
+            joined = F.layer_norm(
+                joined, norm.normalized_shape, norm.weight.float(), norm.bias.float(), norm.eps
+            ).to(x.dtype)
             if placement == "norm":
                 joined = torch.cat([joined[..., : x.shape[-1]], joined[..., x.shape[-1] :] * c], -1)
             x = joined @ block.skip_linear.weight.T + block.skip_linear.bias

@@ -39,7 +39,9 @@ def shake_gates(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in scalelong.scaling_of(model).parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype))
+            parameter.add_(
+                torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
+            )
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)

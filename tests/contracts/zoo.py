@@ -81,7 +81,9 @@ def _randn(*shape: int, seed: int = 1) -> torch.Tensor:
 def _uvit() -> nn.Module:
     from scalelong import UViT
 
-    return UViT(sample_size=16, patch_size=2, hidden_size=64, num_layers=6, num_attention_heads=4, num_class_embeds=5)
+    return UViT(
+        sample_size=16, patch_size=2, hidden_size=64, num_layers=6, num_attention_heads=4, num_class_embeds=5
+    )
 
 
 def _unet2d() -> nn.Module:
@@ -183,9 +185,16 @@ def _hunyuan_inputs() -> dict[str, Any]:
     )
 
 
-_TEXT = dict(sample=_randn(2, 4, 8, 8), timestep=torch.tensor([3, 700]), encoder_hidden_states=_randn(2, 7, 24, seed=2))
+_TEXT = dict(
+    sample=_randn(2, 4, 8, 8), timestep=torch.tensor([3, 700]), encoder_hidden_states=_randn(2, 7, 24, seed=2)
+)
 _SD15_SKIPS = dict(
-    merges=("up_blocks.1.resnets.1", "up_blocks.1.resnets.0", "up_blocks.0.resnets.1", "up_blocks.0.resnets.0"),
+    merges=(
+        "up_blocks.1.resnets.1",
+        "up_blocks.1.resnets.0",
+        "up_blocks.0.resnets.1",
+        "up_blocks.0.resnets.0",
+    ),
     widths=(32, 32, 32, 64),
 )
 
@@ -195,7 +204,11 @@ CASES = {
         Case(
             "uvit",
             _uvit,
-            dict(sample=_randn(2, 3, 16, 16), timestep=torch.tensor([0.3, 777.0]), class_labels=torch.tensor([1, 4])),
+            dict(
+                sample=_randn(2, 3, 16, 16),
+                timestep=torch.tensor([0.3, 777.0]),
+                class_labels=torch.tensor([1, 4]),
+            ),
             merges=("out_blocks.2", "out_blocks.1", "out_blocks.0"),
             widths=(64, 64, 64),
             placements=("concat",),
@@ -215,7 +228,10 @@ CASES = {
         Case(
             "sdxl",
             _sdxl,
-            {**_TEXT, "added_cond_kwargs": {"text_embeds": _randn(2, 16, seed=5), "time_ids": _randn(2, 6, seed=6)}},
+            {
+                **_TEXT,
+                "added_cond_kwargs": {"text_embeds": _randn(2, 16, seed=5), "time_ids": _randn(2, 6, seed=6)},
+            },
             **_SD15_SKIPS,
         ),
         Case("deepfloyd", _deepfloyd, _TEXT, **_SD15_SKIPS),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from scalelong.skips import hooks
@@ -29,16 +29,14 @@ class HunyuanDiTAdapter(Adapter):
         tokens = (config.sample_size // config.patch_size) ** 2
         width = model.inner_dim
         return [
-            LongSkip(
-                index, f"blocks.{i}", block, SkipShape("tokens", width, tokens), width, norm=block.skip_norm
-            )
+            LongSkip(index, f"blocks.{i}", block, SkipShape("tokens", width, tokens), width, norm=block.skip_norm)
             for index, (i, block) in enumerate(reversed(merges))
         ]
 
     def attach(self, model: Any, skips: Sequence[LongSkip], placement: str) -> list[RemovableHandle]:
         """One hook on each merging block, or on its `skip_norm`."""
         if placement == "norm":
-            return [hooks.scale_after(skip.norm, skip) for skip in skips]
+            return [hooks.scale_after(skip.block.skip_norm, skip) for skip in skips]
         return [skip.block.register_forward_pre_hook(_scale_skip, with_kwargs=True) for skip in skips]
 
     def merge_weights(self, skip: LongSkip, placement: str) -> list[Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from scalelong.skips import hooks
@@ -85,10 +85,7 @@ class UNetAdapter(Adapter):
                     hooks.scale_before(skip.block.conv_shortcut, skip),
                 )
             ]
-        return [
-            up_block.register_forward_pre_hook(_scale_skips, with_kwargs=True)
-            for up_block in model.up_blocks
-        ]
+        return [up_block.register_forward_pre_hook(_scale_skips, with_kwargs=True) for up_block in model.up_blocks]
 
     def merge_weights(self, skip: LongSkip, placement: str) -> list[Tensor]:
         """Behind the norm: its gain and bias, and the shortcut's columns. Before it: none."""
@@ -104,8 +101,7 @@ def _scale_skips(
     """Before an up block: its skips times their scales. The last skip of the tuple meets the first ResNet block."""
     skips = kwargs[_SKIPS_ARGUMENT] if _SKIPS_ARGUMENT in kwargs else args[1]
     scaled = tuple(
-        scale_skip(skip, resnet.skip_scale)
-        for skip, resnet in zip(skips, reversed(up_block.resnets), strict=True)
+        scale_skip(skip, resnet.skip_scale) for skip, resnet in zip(skips, reversed(up_block.resnets), strict=True)
     )
     if _SKIPS_ARGUMENT in kwargs:
         return args, kwargs | {_SKIPS_ARGUMENT: scaled}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from scalelong.skips.sites import Adapter, LongSkip, SkipShape
@@ -37,9 +37,7 @@ class UViTAdapter(Adapter):
         """Into U-ViT's own config fields, so that its plain `from_pretrained` builds the scaling too."""
         scaling, keep = (entry["scaling"], entry["keep_function"]) if entry else ("none", False)
         defaults = set(model.config.get("_use_default_values", ())) - {"scaling", "keep_function"}
-        model.register_to_config(
-            scaling=scaling, keep_function=keep, _use_default_values=sorted(defaults)
-        )
+        model.register_to_config(scaling=scaling, keep_function=keep, _use_default_values=sorted(defaults))
 
     def recorded(self, model: Any) -> None:
         """A U-ViT always has attached what its config names."""

@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
-from diffusers.models.unets.unet_2d import UNet2DOutput
+from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
 from scalelong.backbones.block_scaling import branch_scale
+from scalelong.saving import take_ownership
 from scalelong.skips.apply import apply
-from scalelong.skips.spec import Scaling
+from scalelong.skips.spec import Scaling, parse_scaling
 
 TIMESTEP_MAPS = ("identity", "continuous", "one-based")
+
+
+@dataclass
+class UViTOutput(BaseOutput):
+    """What a U-ViT returns: `sample`, the prediction [B, C, H, W]."""
+
+    sample: Tensor
 
 
 class UViT(ModelMixin, ConfigMixin):
@@ -52,8 +61,6 @@ class UViT(ModelMixin, ConfigMixin):
     _supports_gradient_checkpointing = True
     _no_split_modules = ("UViTBlock",)
     _repeated_blocks = ("UViTBlock",)
-    # A checkpoint without gates loads into a model with them.
-    _keys_to_ignore_on_load_unexpected: list[str] | None = None
 
     @register_to_config
     def __init__(
@@ -107,6 +114,8 @@ class UViT(ModelMixin, ConfigMixin):
         self.decoder_pred = nn.Linear(hidden_size, patch_size**2 * in_channels)
         self.final_layer = nn.Conv2d(in_channels, in_channels, 3, padding=1) if final_conv else nn.Identity()
         self.reset_parameters()
+        scaling = parse_scaling(scaling)
+        self.register_to_config(scaling=str(scaling))  # a string, so that the config stays JSON
         if str(scaling) != "none":
             apply(self, scaling, keep_function=keep_function)
 
@@ -130,6 +139,13 @@ class UViT(ModelMixin, ConfigMixin):
         return cls(**{**preset.config, **changes})
 
     @classmethod
+    def from_pretrained(cls, path: Any, **kwargs: Any) -> Any:
+        """As diffusers' models do; `scaling="ls"` on a checkpoint without gates starts them afresh."""
+        loaded = super().from_pretrained(path, **kwargs)
+        take_ownership(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
+
+    @classmethod
     def from_official(
         cls,
         state_dict: Mapping[str, Tensor],
@@ -137,12 +153,17 @@ class UViT(ModelMixin, ConfigMixin):
         scaling: str | Scaling = "none",
         **changes: Any,
     ) -> Self:
-        """A model with the published U-ViT's or ScaleLong's weights; see `uvit_official.py`."""
-        from scalelong.backbones.uvit_official import config_of, rename
+        """A model with the published U-ViT's or ScaleLong's weights.
 
-        config = config_of(state_dict, num_heads, scaling) | changes
-        model = cls(**config)
-        model.load_state_dict(rename(state_dict))
+        All but the number of heads and a constant scaling is read off the shapes; `changes` add to the
+        config or correct it (`timestep_map=`, `sample_size=` of images that are not square, `text_len=`).
+        """
+        from scalelong.backbones.uvit_official import check_keys, config_of, rename
+
+        model = cls(**config_of(state_dict, num_heads, scaling, **changes))
+        renamed = rename(state_dict)
+        check_keys(renamed, model.state_dict())
+        model.load_state_dict(renamed)
         return model
 
     def forward(
@@ -152,10 +173,10 @@ class UViT(ModelMixin, ConfigMixin):
         class_labels: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
         return_dict: bool = True,
-    ) -> UNet2DOutput | tuple[Tensor]:
+    ) -> UViTOutput | tuple[Tensor]:
         """Predict from `sample` [B, C, H, W] at `timestep`, a number, a 0-d or a [B] tensor."""
         height, width = self._check_inputs(sample, class_labels, encoder_hidden_states)
-        x = self.patch_embed(sample)                                                # [B, h·w, D]
+        x = self.patch_embed(sample)  # [B, h·w, D]
         extra = self._extra_tokens(sample, timestep, class_labels, encoder_hidden_states)
         x = torch.cat([*extra, x], dim=1) + self._position_embedding(height, width)  # [B, N, D]
         skips = []
@@ -165,15 +186,15 @@ class UViT(ModelMixin, ConfigMixin):
         x = self._run(self.mid_block, x)
         for block in self.out_blocks:
             x = self._run(block, x, skips.pop())
-        x = self.decoder_pred(self.norm(x)[:, self.num_extra_tokens :])              # [B, h·w, p·p·C]
-        x = self.final_layer(_unpatchify(x, height, width, self.patch_size))         # [B, C, H, W]
-        return UNet2DOutput(sample=x) if return_dict else (x,)
+        x = self.decoder_pred(self.norm(x)[:, self.num_extra_tokens :])  # [B, h·w, p·p·C]
+        x = self.final_layer(_unpatchify(x, height, width, self.patch_size))  # [B, C, H, W]
+        return UViTOutput(sample=x) if return_dict else (x,)
 
     def _run(self, block: nn.Module, *args: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.gradient_checkpointing:
             out: Tensor = self._gradient_checkpointing_func(block, *args)
             return out
-        return block(*args)  # type: ignore[no-any-return]
+        return block(*args)
 
     def _extra_tokens(
         self, sample: Tensor, timestep: Tensor | float, labels: Tensor | None, text: Tensor | None
@@ -199,9 +220,7 @@ class UViT(ModelMixin, ConfigMixin):
         resized = F.interpolate(wide, (height, width), mode="bicubic", align_corners=False)
         return torch.cat([extra, resized.to(image.dtype).flatten(2).transpose(1, 2)], dim=1)
 
-    def _check_inputs(
-        self, sample: Tensor, labels: Tensor | None, text: Tensor | None
-    ) -> tuple[int, int]:
+    def _check_inputs(self, sample: Tensor, labels: Tensor | None, text: Tensor | None) -> tuple[int, int]:
         height, width = sample.shape[-2:]
         if height % self.patch_size or width % self.patch_size:
             raise ValueError(
@@ -239,13 +258,13 @@ class UViTBlock(nn.Module):
         if skip is not None:
             x = self._merge(x, skip)
         x = x + self.branch_scale(self.attn(self.norm1(x)))
-        return x + self.branch_scale(self.mlp(self.norm2(x)))  # type: ignore[no-any-return]
+        return x + self.branch_scale(self.mlp(self.norm2(x)))
 
     def _merge(self, x: Tensor, skip: Tensor) -> Tensor:
         scale = getattr(self, "skip_scale", None)
         if scale is not None and scale.reads_skip:
             skip, scale = skip * scale(skip), None
-        return self.skip_linear(torch.cat([x, skip], dim=-1), scale)  # type: ignore[no-any-return, misc]
+        return self.skip_linear(torch.cat([x, skip], dim=-1), scale)  # type: ignore[misc]
 
 
 class SkipLinear(nn.Linear):
@@ -275,7 +294,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, H, N, d]
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -288,7 +307,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
-        return self.fc2(F.gelu(self.fc1(x)))  # type: ignore[no-any-return]
+        return self.fc2(F.gelu(self.fc1(x)))
 
 
 class PatchEmbed(nn.Module):
@@ -300,7 +319,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, h·w, D]."""
-        return self.proj(image).flatten(2).transpose(1, 2)  # type: ignore[no-any-return]
+        return self.proj(image).flatten(2).transpose(1, 2)
 
 
 def timestep_embedding(t: Tensor, dim: int) -> Tensor:

@@ -60,7 +60,12 @@ def apply(
 
 
 def scaling_of(model: nn.Module) -> AppliedScaling | None:
-    """The handle of the scaling that is attached to a model, its deep copy or a loaded one; else None."""
+    """The handle of the scaling that is attached to a model, its deep copy or a loaded one; else None.
+
+    Looks through `torch.compile` and data-parallel wrappers.
+    """
+    while isinstance(inner := getattr(model, "_orig_mod", getattr(model, "module", None)), nn.Module):
+        model = inner
     return None if attached(model) is None else AppliedScaling(model)
 
 

@@ -30,9 +30,7 @@ _ADAPTERS = {
 class SkipScaling(nn.Module):
     """On the model: the shared gates, and what `scaling_of` needs to know."""
 
-    def __init__(
-        self, scaling: Scaling, placement: str, keep_function: bool, gates: nn.ModuleDict
-    ) -> None:
+    def __init__(self, scaling: Scaling, placement: str, keep_function: bool, gates: nn.ModuleDict) -> None:
         super().__init__()
         self.scaling = scaling
         self.placement = placement
@@ -69,9 +67,7 @@ def attach(
     root.hook_handles += adapter.attach(model, skips, placement)
     root.hook_handles.append(model.register_load_state_dict_post_hook(_accept_missing_gates))
     root.train(model.training)
-    adapter.record(
-        model, {"scaling": str(scaling), "placement": placement, "keep_function": keep_function}
-    )
+    adapter.record(model, {"scaling": str(scaling), "placement": placement, "keep_function": keep_function})
 
 
 def detach(model: nn.Module) -> None:

@@ -45,7 +45,7 @@ class AppliedScaling:
     @property
     def scales(self) -> list[SkipScale]:
         """The modules that give the coefficients, outermost first."""
-        return [skip.block.skip_scale for skip in self.skips]  # type: ignore[misc]
+        return [skip.block.skip_scale for skip in self.skips]
 
     def parameters(self) -> list[nn.Parameter]:
         """All that the scaling itself learns: for an optimiser group of its own."""
@@ -61,7 +61,9 @@ class AppliedScaling:
         if all(isinstance(scale, (FixedScale, LearnedScale)) for scale in scales):
             return [torch.tensor(value) for value in fold.constants_of(scales)]
         if not inputs and not named_inputs:
-            raise ValueError("a gate's coefficients depend on the input: give the model's inputs to coefficients().")
+            raise ValueError(
+                "a gate's coefficients depend on the input: give the model's inputs to coefficients()."
+            )
         found = summary.capture_coefficients(self.model, scales, inputs, named_inputs)
         return [coefficient.flatten(1) for coefficient in found]
 

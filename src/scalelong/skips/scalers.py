@@ -119,7 +119,7 @@ class SEGate(Gate):
 
     def logits(self, pooled: Tensor) -> Tensor:
         """ζ(GAP(x))."""
-        return self.layer2(self.activation(self.layer1(pooled)))  # type: ignore[no-any-return]
+        return self.layer2(self.activation(self.layer1(pooled)))
 
 
 class IEGate(Gate):
@@ -175,7 +175,7 @@ class GatedScale(SkipScale):
             raise ValueError(
                 f"the skip's gate was built for {gate.width} {what}, and this skip has {pooled.shape[1]}.{fix}"
             )
-        return gate(pooled).to(skip.dtype)  # type: ignore[no-any-return]
+        return gate(pooled).to(skip.dtype)
 
 
 def build_scales(
@@ -255,9 +255,7 @@ class SkipScales(nn.Module):
                 "use a gate ('ls', 'ie') or 'scalar', or divide the weights that read skip i by its coefficient."
             )
         shapes = [SkipShape(layout, width, tokens) for width in channels]  # type: ignore[arg-type]
-        scales, shared = build_scales(
-            self.scaling, shapes, keep_function=keep_function, device=device, dtype=dtype
-        )
+        scales, shared = build_scales(self.scaling, shapes, keep_function=keep_function, device=device, dtype=dtype)
         self.scales = nn.ModuleList(scales)
         self.shared = shared
 

@@ -77,7 +77,7 @@ class Adapter(ABC):
     def find(self, model: Any) -> list[LongSkip]:
         """The model's long skips, outermost first, or `UnsupportedModelError` with what was found instead."""
 
-    def check_placement(self, skips: Sequence[LongSkip], placement: str) -> None:
+    def check_placement(self, skips: Sequence[LongSkip], placement: str) -> None:  # noqa: B027 - most have nothing to check
         """Refuse a placement that these skips do not have, before anything is changed."""
 
     @abstractmethod

@@ -256,6 +256,7 @@ _IE_OPTIONS = ("shared", "over")
 _FIELD_OF_OPTION = {"act": "activation"}
 _OPTION_EXAMPLES = {"ratio": "ratio=8", "act": "act=mish", "shared": "shared=false", "over": "over=channel"}
 
+
 def _print_options(name: str, scaling: LS | IE, implied: str = "") -> Iterator[str]:
     """`name:key=value,...` with the fields that differ from their defaults, less the implied one."""
     option_of_field = {field: option for option, field in _FIELD_OF_OPTION.items()}

@@ -22,7 +22,12 @@ def summarise(handle: AppliedScaling, inputs: Sequence[Any], named_inputs: Mappi
     """The text of `AppliedScaling.summary`."""
     skips, scales = handle.skips, handle.scales
     rows = [
-        {"i": str(skip.index), "module": skip.name, "skip shape": skip.shape_text, "coefficient": _describe(scale)}
+        {
+            "i": str(skip.index),
+            "module": skip.name,
+            "skip shape": skip.shape_text,
+            "coefficient": _describe(scale),
+        }
         for skip, scale in zip(skips, scales, strict=True)
     ]
     undone = [undone_share(skip) for skip in skips]
@@ -109,8 +114,11 @@ def capture_coefficients(
         stack.enter_context(_eval_mode(model))
         model(*inputs, **named_inputs)
     # A constant may act through weights, and then is never asked during the run.
-    constants = {i: s.value if isinstance(s, FixedScale) else s.scale for i, s in enumerate(scales)
-                 if isinstance(s, (FixedScale, LearnedScale))}
+    constants = {
+        i: s.value if isinstance(s, FixedScale) else s.scale
+        for i, s in enumerate(scales)
+        if isinstance(s, (FixedScale, LearnedScale))
+    }
     return [torch.as_tensor(constants.get(i, found.get(i))).detach() for i in range(len(scales))]
 
 

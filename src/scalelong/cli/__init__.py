@@ -1,0 +1,1 @@
+"""The command line: parsing and printing only, one file per command. Starts without torch."""

@@ -1,0 +1,428 @@
+"""What `apply` refuses, warns of and works under; what holds for every model is in tests/contracts."""
+
+import copy
+import json
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import scalelong
+from scalelong.skips import UnsupportedModelError
+from tests.contracts.test_contract import fingerprint
+from tests.contracts.zoo import CASES
+
+UNETS = [CASES["unet2d"], CASES["sd15"]]
+
+
+def fresh(name="unet2d"):
+    torch.manual_seed(0)
+    return CASES[name].make().eval()
+
+
+def refused(model, says, *args, **kwargs):
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=says):
+        scalelong.apply(model, *(args or ("cs:0.7",)), **kwargs)
+    assert fingerprint(model) == before
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Conv2d(3, 3, 1), lambda: nn.Sequential(nn.Linear(2, 2))])
+def test_a_model_without_long_skips_is_told_what_was_looked_for(make):
+    for call in (scalelong.find_skips, lambda model: scalelong.apply(model, "cs:0.7")):
+        with pytest.raises(UnsupportedModelError, match="looked for one of UNet2DModel.*SkipScales"):
+            call(make())
+
+
+def test_a_diffusers_model_without_long_skips_is_refused():
+    from diffusers import UVit2DModel
+
+    with torch.device("meta"):
+        model = UVit2DModel(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, block_out_channels=64)
+    with pytest.raises(UnsupportedModelError, match="no long skips were found in UVit2DModel"):
+        scalelong.apply(model, "cs:0.7")
+
+
+def test_a_namesake_of_somebody_else_is_refused():
+    namesake = type("UNet2DModel", (nn.Module,), {})
+    with pytest.raises(UnsupportedModelError, match="no long skips"):
+        scalelong.apply(namesake(), "cs:0.7")
+
+
+def test_a_pipeline_is_told_to_give_its_unet():
+    from diffusers import DDPMPipeline, DDPMScheduler
+
+    with pytest.raises(UnsupportedModelError, match=r"apply takes a model, got DDPMPipeline.*\.unet"):
+        scalelong.apply(DDPMPipeline(fresh(), DDPMScheduler()), "cs:0.7")
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        (dict(up_block_types=("UpBlock2D", "SkipUpBlock2D")), "SkipUpBlock2D"),
+        (dict(up_block_types=("AttnSkipUpBlock2D", "UpBlock2D")), "AttnSkipUpBlock2D"),
+        (dict(down_block_types=("SkipDownBlock2D", "DownBlock2D")), "SkipDownBlock2D"),
+    ],
+)
+def test_untested_blocks_are_refused_by_name_and_the_model_is_untouched(changes, name):
+    from diffusers import UNet2DModel
+
+    config = dict(
+        sample_size=8,
+        block_out_channels=(32, 32),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+    )
+    refused(UNet2DModel(**{**config, **changes}), f"{name} is not a block that skip scaling was tested with")
+
+
+def test_k_blocks_are_refused_by_name():
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(32, 32),
+        layers_per_block=1,
+        down_block_types=("KDownBlock2D", "KDownBlock2D"),
+        up_block_types=("KUpBlock2D", "KUpBlock2D"),
+        mid_block_type=None,
+        cross_attention_dim=8,
+        norm_num_groups=None,
+        resnet_time_scale_shift="ada_group",
+    )
+    refused(model, "KDownBlock2D is not a block")
+
+
+def test_a_hunyuan_of_odd_depth_is_refused():
+    from diffusers import HunyuanDiT2DModel
+
+    config = dict(CASES["hunyuan"].model().config) | {"num_layers": 5}
+    refused(HunyuanDiT2DModel.from_config(config), "even number of layers")
+
+
+def test_a_unet_whose_widths_do_not_pair_up_is_refused():
+    model = fresh()
+    model.up_blocks[0].resnets[0].in_channels += 8
+    refused(model, r"up_blocks\.0\.resnets\.0 reads 104 channels, but the main path brings 48 and skip 3 brings 48")
+
+
+def test_a_merge_without_a_shortcut_has_no_norm_placement():
+    model = fresh()
+    model.up_blocks[1].resnets[0].conv_shortcut = None
+    refused(model, r"up_blocks\.1\.resnets\.0 adds its input without a shortcut", "cs:0.7", placement="norm")
+    scalelong.apply(model, "cs:0.7")
+
+
+def test_placements_that_are_not_there():
+    refused(fresh(), "placement is one of 'concat', 'norm', got 'middle'", "cs:0.7", placement="middle")
+    refused(fresh("uvit"), "UViT has no norm after the concatenation.*'concat'", "cs:0.7", placement="norm")
+
+
+@pytest.mark.parametrize("compile_", [torch.compile, lambda model: (model.compile(), model)[1]])
+def test_compiled_models_are_refused(compile_):
+    with pytest.raises(ValueError, match="the model is compiled; apply to the plain model"):
+        scalelong.apply(compile_(fresh()), "cs:0.7")
+
+
+def test_data_parallel_models_are_refused():
+    with pytest.raises(ValueError, match="data-parallel.*before wrapping"):
+        scalelong.apply(nn.DataParallel(fresh()), "cs:0.7")
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp_and_fsdp_models_are_refused_and_take_a_scaled_one(process_group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with pytest.raises(ValueError, match="data-parallel"):
+        scalelong.apply(nn.parallel.DistributedDataParallel(fresh()), "cs:0.7")
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = fully_shard(fresh("uvit"), mesh=mesh)
+    with pytest.raises(ValueError, match="sharded by FSDP; apply before"):
+        scalelong.apply(sharded, "cs:0.7")
+
+    case = CASES["uvit"]
+    for spec in ("cs:0.7", "ls", "ls-per-skip"):
+        model = fresh("uvit")
+        torch.manual_seed(1)
+        scalelong.apply(model, spec)
+        want = case.call(model)
+        ddp = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+        torch.testing.assert_close(case.call(ddp), want)
+        assert scalelong.scaling_of(ddp).model is ddp.module
+        for block in [*model.in_blocks, *model.out_blocks]:
+            fully_shard(block, mesh=mesh)
+        torch.testing.assert_close(case.call(fully_shard(model, mesh=mesh)), want)
+
+
+def test_peft_models_are_refused_but_a_scaled_one_takes_lora():
+    import peft
+
+    lora = peft.LoraConfig(target_modules=["to_q", "skip_linear", "conv_shortcut"], r=2)
+    adapted = fresh("sd15")
+    adapted.add_adapter(lora)
+    refused(adapted, "PEFT adapters; apply to the base model")
+    with pytest.raises(ValueError, match="PEFT adapters"):
+        scalelong.apply(peft.get_peft_model(fresh("sd15"), lora), "cs:0.7")
+
+    for name, spec, placement in (
+        ("sd15", "ls", "norm"),
+        ("sd15", "cs:0.7", "concat"),
+        ("uvit", "cs:0.7", "concat"),
+    ):
+        case, model = CASES[name], fresh(name)
+        scalelong.apply(model, spec, placement=placement)
+        want = case.call(model)
+        adapted = peft.get_peft_model(model, lora)  # LoRA starts at zero: the outputs stay, the scaling too
+        torch.testing.assert_close(case.call(adapted), want)
+
+
+# Warnings
+
+
+@pytest.mark.parametrize("spec", ["cs:0.7", "ls", "ie", "scalar:0.5"])
+@pytest.mark.parametrize("name", ["unet2d", "uvit", "hunyuan"])
+def test_trained_weights_are_noticed_after_one_step(name, spec):
+    model = fresh(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scalelong.apply(model, "scalar:0.9").remove()
+    optimiser = torch.optim.AdamW(model.parameters(), 1e-4)
+    CASES[name].call(model).square().mean().backward()
+    optimiser.step()
+    with pytest.warns(UserWarning, match="look trained.*keep_function=True"):
+        scalelong.apply(model, spec)
+
+
+@pytest.mark.parametrize("spec", ["none", "cs:1", "scalar"])
+def test_scale_one_on_trained_weights_is_no_reason_to_warn(spec):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scalelong.apply(CASES["unet2d"].model(), spec)
+
+
+def test_plain_from_pretrained_runs_unscaled_and_apply_says_what_to_call(tmp_path):
+    from diffusers import UNet2DModel
+
+    case, model = CASES["unet2d"], fresh()
+    scalelong.apply(model, "ls", placement="norm")
+    model.save_pretrained(tmp_path)
+    entry = json.loads((tmp_path / "config.json").read_text())["scalelong"]
+    assert entry == {"scaling": "ls", "placement": "norm", "keep_function": False}
+    plain = UNet2DModel.from_pretrained(tmp_path)
+    assert scalelong.scaling_of(plain) is None
+    scalelong.scaling_of(model).remove()
+    assert torch.equal(case.call(plain), case.call(model))
+    with pytest.warns(UserWarning, match=r"saved with the scaling 'ls' at 'norm'.*scalelong\.load"):
+        scalelong.apply(plain, "cs:0.7")
+    assert plain.config["scalelong"]["scaling"] == "cs:0.7"
+
+
+def test_removal_and_folding_clear_the_config(tmp_path):
+    model = fresh()
+    scalelong.apply(model, "scalar", placement="norm").remove()
+    scalelong.apply(model, "cs:0.7", placement="norm").fold()
+    model.save_pretrained(tmp_path)
+    assert "scalelong" not in json.loads((tmp_path / "config.json").read_text())
+
+
+def test_a_checkpoint_without_gates_loads_into_a_model_with_them_and_says_so():
+    plain, gated = fresh(), fresh()
+    scalelong.apply(gated, "ls")
+    gates = {k: v.clone() for k, v in gated.state_dict().items() if "skip_scaling" in k}
+    with pytest.warns(UserWarning, match="made without skip gates; the 8 gate tensors keep"):
+        gated.load_state_dict(plain.state_dict())
+    assert all(torch.equal(gated.state_dict()[k], v) for k, v in gates.items())
+    half = gated.state_dict()
+    half.pop("skip_scaling.gates.32.layer1.bias")
+    with pytest.raises(RuntimeError, match=r"Missing key.*skip_scaling\.gates\.32\.layer1\.bias"):
+        gated.load_state_dict(half)
+
+
+# The handle
+
+
+def test_with_removes_at_the_end_even_after_an_error():
+    model, before = fresh(), fingerprint(fresh())[1:]
+    with scalelong.apply(model, "ls") as scaling:
+        assert scaling.scaling == scalelong.LS()
+    assert fingerprint(model)[1:] == before
+    with pytest.raises(ZeroDivisionError), scalelong.apply(model, "cs:0.7"):
+        1 / 0  # noqa: B018
+    assert scalelong.scaling_of(model) is None
+    with scalelong.apply(model, "cs:0.7") as scaling:
+        scaling.remove()
+
+
+def test_a_removed_handle_says_so():
+    handle = scalelong.apply(fresh(), "cs:0.7")
+    handle.remove()
+    assert "removed" in repr(handle)
+    for use in (handle.remove, handle.summary, handle.fold, handle.coefficients):
+        with pytest.raises(ValueError, match="has no scaling any more"):
+            use()
+
+
+def test_summary_has_a_row_per_skip_with_shape_and_coefficient():
+    text = scalelong.apply(fresh("uvit"), "cs:0.5").summary().splitlines()
+    assert text[0] == "cs:0.5 at concat on UViT: 3 long skips, outermost first"
+    assert text[2].split() == ["0", "out_blocks.2", "66×64", "1"]
+    assert text[4].split() == ["2", "out_blocks.0", "66×64", "0.25"]
+    with pytest.warns(UserWarning, match="GroupNorm groups of their own"):
+        lines = scalelong.apply(fresh(), "cs:0.5").summary().splitlines()
+    assert lines[2].split() == ["0", "up_blocks.1.resnets.1", "32×8×8", "1", "100%"]
+    assert lines[4].split()[:3] == ["2", "up_blocks.0.resnets.1", "32×4×4"]
+
+
+def test_summary_counts_pure_groups_as_one_would_by_hand():
+    from scalelong.skips.summary import undone_share
+
+    for name in ("unet2d", "sd15"):
+        for skip in scalelong.find_skips(fresh(name)):
+            total = skip.main_channels + skip.shape.channels
+            group_of = [channel * skip.norm.num_groups // total for channel in range(total)]
+            main_groups = set(group_of[: skip.main_channels])
+            pure = sum(group not in main_groups for group in group_of[skip.main_channels :])
+            assert undone_share(skip) == pure / skip.shape.channels
+
+
+def test_summary_measures_what_the_norm_undoes():
+    model = CASES["unet2d"].make()
+    handle = scalelong.apply(model, "uniform:0.3")
+    with pytest.warns(UserWarning, match="placement='norm'"):
+        lines = handle.summary(**CASES["unet2d"].inputs).splitlines()
+    assert lines[1].split()[-3:] == ["by", "norm", "measured"]
+    for line in lines[2:-1]:
+        computed, measured = (float(cell.rstrip("%")) for cell in line.split()[-2:])
+        assert measured >= 99 if computed == 100 else 50 < measured < computed  # a mixed group lets some through
+    assert model.training
+
+
+def test_summary_of_gates_shows_their_values_where_inputs_are_given():
+    case = CASES["uvit"]
+    handle = scalelong.apply(fresh("uvit"), "ls")
+    assert handle.summary().splitlines()[2].split()[-1] == "gate"
+    row = handle.summary(**case.inputs).splitlines()[2].split()
+    assert abs(float(row[-3]) - 0.5) < 0.1
+    assert row[-2] == "±"
+    with pytest.raises(ValueError, match="depend on the input"):
+        handle.coefficients()
+
+
+def test_norm_placement_and_layer_norms_have_nothing_to_warn_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "undone" not in scalelong.apply(fresh(), "cs:0.5", placement="norm").summary()
+        assert "0%" in scalelong.apply(fresh("hunyuan"), "cs:0.5").summary()
+
+
+def test_the_scalings_parameters_are_in_the_models_once():
+    for name in ("unet2d", "uvit"):
+        for spec in ("ls", "ls-per-skip", "ie", "scalar"):
+            model = fresh(name)
+            before = {id(p) for p in model.parameters()}
+            handle = scalelong.apply(model, spec)
+            added = [id(p) for p in model.parameters() if id(p) not in before]
+            assert sorted(added) == sorted(map(id, handle.parameters()))
+            assert added
+
+
+# What it works under
+
+
+@pytest.mark.parametrize("name", ["uvit", "unet2d", "sd15", "hunyuan"])
+@pytest.mark.parametrize("spec", ["cs:0.7", "ls", "ls-per-skip"])
+def test_compiles_without_graph_breaks(name, spec):
+    case = CASES[name]
+    for placement in case.placements:
+        model = fresh(name)
+        scalelong.apply(model, spec, placement=placement)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert scalelong.scaling_of(compiled).model is model
+        out = case.call(compiled)
+        torch.testing.assert_close(out, case.call(model))
+        out.square().sum().backward()
+        assert all(p.grad is not None for p in scalelong.scaling_of(model).parameters())
+
+
+@pytest.mark.slow
+def test_compiles_with_inductor():
+    case, model = CASES["uvit"], fresh("uvit")
+    scalelong.apply(model, "ls")
+    torch._dynamo.reset()
+    torch.testing.assert_close(
+        case.call(torch.compile(model, fullgraph=True)), case.call(model), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_controlnet_residuals_are_added_before_scaling():
+    case = CASES["sd15"]
+    inputs = case.cast(torch.float64)
+    shapes = [(32, 8), (32, 8), (32, 4), (64, 4)]
+    residuals = [torch.randn(2, c, s, s, dtype=torch.float64) for c, s in shapes]
+    mid = torch.zeros(2, 64, 4, 4, dtype=torch.float64)
+
+    def run(model, residuals):
+        return model(**inputs, down_block_additional_residuals=residuals, mid_block_additional_residual=mid).sample
+
+    scaled, plain = case.model(torch.float64), case.model(torch.float64)
+    with pytest.warns(UserWarning, match="look trained"):
+        scalelong.apply(scaled, "uniform:0.5")
+
+    # κ·(skip + r) computed by a plain model whose up blocks get halved skips.
+    def halve(_, args, kwargs):
+        return args, kwargs | {"res_hidden_states_tuple": tuple(s / 2 for s in kwargs["res_hidden_states_tuple"])}
+
+    for block in plain.up_blocks:
+        block.register_forward_pre_hook(halve, with_kwargs=True)
+    torch.testing.assert_close(run(scaled, residuals), run(plain, residuals))
+    assert not torch.allclose(run(scaled, residuals), run(scaled, [r / 2 for r in residuals]))
+
+
+def test_an_ema_copy_follows_only_itself():
+    model = fresh()
+    scalelong.apply(model, "ls-per-skip")
+    ema = copy.deepcopy(model)
+    output = CASES["unet2d"].call(ema)
+    optimiser = torch.optim.SGD(scalelong.scaling_of(model).parameters(), 10.0)
+    CASES["unet2d"].call(model).square().mean().backward()
+    optimiser.step()
+    assert torch.equal(CASES["unet2d"].call(ema), output)
+    assert not torch.equal(CASES["unet2d"].call(model), output)
+
+
+def test_a_whole_model_survives_pickling(tmp_path):
+    for placement in ("concat", "norm"):
+        model = fresh()
+        scalelong.apply(model, "ls", placement=placement)
+        torch.save(model, tmp_path / "model.pt")
+        loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+        assert torch.equal(CASES["unet2d"].call(loaded), CASES["unet2d"].call(model))
+        scalelong.scaling_of(loaded).remove()
+        assert fingerprint(loaded)[1] == fingerprint(fresh())[1]
+
+
+def test_gates_follow_the_models_precision_and_device():
+    model = fresh().to(torch.bfloat16)
+    scalelong.apply(model, "ls")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert CASES["unet2d"].call(model, torch.bfloat16).dtype == torch.bfloat16
+    with torch.device("meta"):
+        assert all(p.is_meta for p in scalelong.build("cifar10-unet", scaling="ls").parameters())
+
+
+def test_keep_function_refuses_a_coefficient_without_an_inverse():
+    refused(fresh("uvit"), "has a 0", "scalar:0", keep_function=True)
+    refused(fresh("uvit"), "has a 0", "cs:1e-320", keep_function=True)
