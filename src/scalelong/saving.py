@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from scalelong.skips.attach import adapter_for, attach, attached, is_gate_key
-from scalelong.skips.sites import CONFIG_KEY
+from scalelong.skips.sites import CONFIG_KEY, PLACEMENTS
 from scalelong.skips.spec import parse_scaling
 
 _WEIGHTS = "diffusion_pytorch_model"
@@ -29,10 +29,10 @@ def load(path: str | Path, *, subfolder: str | None = None, variant: str | None 
     folder = _local_folder(path) / (subfolder or "")
     config = read_config(folder)
     cls = model_class(config)
+    entry = recorded_scaling(config)
     with _quiet_about_scaling():
         model: nn.Module = cls.from_pretrained(folder, variant=variant, **kwargs)
     take_ownership(model)
-    entry = recorded_scaling(config)
     if entry is None or attached(model) is not None:
         return model
     adapter = adapter_for(model)
@@ -86,9 +86,21 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def recorded_scaling(config: dict[str, Any]) -> dict[str, Any] | None:
     """The scaling that a config.json names: an entry of ours, or U-ViT's own fields."""
-    if config["_class_name"] == "UViT" and config.get("scaling", "none") != "none":
-        return {"scaling": config["scaling"], "placement": "concat", "keep_function": config["keep_function"]}
+    if config["_class_name"] == "UViT":
+        own = {"scaling": config.get("scaling", "none"), "keep_function": config.get("keep_function", False)}
+        return own | {"placement": "concat"} if own["scaling"] != "none" else None
     entry: dict[str, Any] | None = config.get(CONFIG_KEY)
+    if entry is None:
+        return None
+    if not isinstance(entry, dict) or set(entry) != {"scaling", "placement", "keep_function"}:
+        raise ValueError(
+            f"the entry {CONFIG_KEY!r} in config.json has a scaling, a placement and keep_function, got {entry!r}."
+        )
+    if entry["placement"] not in PLACEMENTS:
+        raise ValueError(
+            f"config.json names the placement {entry['placement']!r}; there is {', '.join(PLACEMENTS)}."
+        )
+    parse_scaling(entry["scaling"])
     return entry
 
 

@@ -1,0 +1,114 @@
+import json
+
+import pytest
+import torch
+
+import scalelong
+from tests.contracts.zoo import CASES
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.manual_seed(0)
+    model = CASES["unet2d"].make().eval()
+    scalelong.apply(model, "ls")
+    model.save_pretrained(tmp_path / "unet")
+    return model, tmp_path / "unet"
+
+
+def test_sharded_variants_and_subfolders_load(saved):
+    model, folder = saved
+    model.save_pretrained(folder.parent / "sharded" / "unet", max_shard_size="200KB", variant="fp16")
+    assert len(list((folder.parent / "sharded" / "unet").glob("*.safetensors"))) > 1
+    loaded = scalelong.load(folder.parent / "sharded", subfolder="unet", variant="fp16").eval()
+    assert torch.equal(CASES["unet2d"].call(loaded), CASES["unet2d"].call(model))
+
+
+def test_precision_is_handed_on(saved):
+    loaded = scalelong.load(saved[1], torch_dtype=torch.bfloat16)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+
+
+def test_loading_is_quiet_and_plain_loading_is_not(saved, caplog):
+    from diffusers import UNet2DModel
+
+    scalelong.load(saved[1])
+    assert not caplog.records
+    UNet2DModel.from_pretrained(saved[1])
+    assert "scalelong" in caplog.text
+    assert "skip_scaling.gates" in caplog.text
+
+
+def test_a_model_saved_without_a_scaling_comes_back_plain(tmp_path):
+    model = CASES["unet2d"].make().eval()
+    model.save_pretrained(tmp_path)
+    loaded = scalelong.load(tmp_path)
+    assert scalelong.scaling_of(loaded) is None
+    assert torch.equal(CASES["unet2d"].call(loaded), CASES["unet2d"].call(model))
+
+
+def test_a_folder_that_lacks_gates_is_named(saved):
+    from safetensors.torch import load_file, save_file
+
+    file = saved[1] / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    del tensors["skip_scaling.gates.32.layer2.bias"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"names the scaling 'ls' but lacks skip_scaling\.gates\.32\.layer2\.bias"):
+        scalelong.load(saved[1])
+
+
+def edit(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "no config.json in"),
+        (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "names no model class"),
+        (lambda folder: edit(folder, _class_name="Mystery"), "'Mystery', which is neither"),
+        (lambda folder: edit(folder, scalelong={"scaling": "cs:7"}), "'scalelong' in config.json has a scaling"),
+        (lambda folder: edit(folder, scalelong="cs:0.7"), "'scalelong' in config.json has a scaling"),
+        (
+            lambda folder: edit(
+                folder, scalelong={"scaling": "cs:7", "placement": "concat", "keep_function": False}
+            ),
+            "κ lies in",
+        ),
+        (
+            lambda folder: edit(folder, scalelong={"scaling": "cs:0.7", "placement": "x", "keep_function": False}),
+            "config.json names the placement 'x'",
+        ),
+        (
+            lambda folder: (folder / "config.json").rename(folder / "model_index.json"),
+            "it is a pipeline: name the subfolder",
+        ),
+    ],
+)
+def test_spoilt_folders_get_a_sentence(saved, spoil, says):
+    spoil(saved[1])
+    with pytest.raises(ValueError, match=says):
+        scalelong.load(saved[1])
+
+
+def test_no_folder_is_no_hub_name(tmp_path):
+    for path in (tmp_path / "nothing", "./nothing", "nothing"):
+        with pytest.raises(ValueError, match="there is no folder"):
+            scalelong.load(path)
+
+
+def test_a_hub_name_goes_to_the_hub(monkeypatch, saved):
+    import huggingface_hub
+
+    asked = []
+
+    def snapshot_download(name, **kwargs):
+        asked.append(name)
+        return str(saved[1])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert scalelong.scaling_of(scalelong.load("someone/unet")) is not None
+    assert asked == ["someone/unet"]
