@@ -10,11 +10,21 @@ from torch import nn
 import scalelong
 from scalelong.skips import AppliedScaling
 from tests.contracts import reference
-from tests.contracts.zoo import CASES, CONSTANT, EVERY_PLACE, LEARNED, SCALINGS, Case
+from tests.contracts.zoo import CASES, CONSTANT, EVERY_PLACE, LEARNED, SCALINGS, VARIANTS, Case
 
 pytestmark = pytest.mark.filterwarnings("ignore:these weights look trained", "ignore:LS with ratio")
 
-places = pytest.mark.parametrize(("case", "placement"), EVERY_PLACE, ids=lambda v: getattr(v, "name", v))
+
+def name_of(value):
+    return getattr(value, "name", value)
+
+
+every_place = pytest.mark.parametrize(("case", "placement"), EVERY_PLACE, ids=name_of)
+places = pytest.mark.parametrize(
+    ("case", "placement"),
+    [pytest.param(c, p, marks=[pytest.mark.slow] if c.name in VARIANTS else []) for c, p in EVERY_PLACE],
+    ids=name_of,
+)
 every_scaling = pytest.mark.parametrize("spec", SCALINGS)
 
 
@@ -53,7 +63,7 @@ def test_skips_are_found_outermost_first(case):
     assert {skip.shape.tokens for skip in skips} == {case.tokens}
 
 
-@places
+@every_place
 @pytest.mark.parametrize("spec", ["none", "cs:1", "uniform:1", "scalar"])
 def test_scale_one_is_bitwise_identity(case, placement, spec):
     plain, model = case.model(), case.model()
@@ -62,7 +72,7 @@ def test_scale_one_is_bitwise_identity(case, placement, spec):
         assert torch.equal(case.call(model), case.call(plain))
 
 
-@places
+@every_place
 @every_scaling
 def test_agrees_with_an_independent_computation(case, placement, spec):
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
@@ -92,7 +102,7 @@ def test_removal_restores_everything(case, placement, spec):
     assert scalelong.scaling_of(model) is None
 
 
-@places
+@every_place
 @every_scaling
 def test_every_parameter_gets_a_gradient(case, placement, spec):
     plain, model = case.model(), case.model()

@@ -248,4 +248,7 @@ CASES = {
     )
 }
 
+# The same class with other blocks or settings. What depends on the arithmetic is tested on them always, what depends
+# on the class (removal, copies, saving, ...) in `make test-all`.
+VARIANTS = ("sd15-freeu", "sdxl", "deepfloyd")
 EVERY_PLACE = [(case, placement) for case in CASES.values() for placement in case.placements]
