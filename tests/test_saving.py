@@ -54,7 +54,7 @@ def test_a_folder_that_lacks_gates_is_named(saved):
     tensors = load_file(file)
     del tensors["skip_scaling.gates.32.layer2.bias"]
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"names the scaling 'ls' but lacks skip_scaling\.gates\.32\.layer2\.bias"):
+    with pytest.raises(ValueError, match=r"'ls', but the weights lack skip_scaling\.gates\.32\.layer2\.bias"):
         scalelong.load(saved[1])
 
 
@@ -106,9 +106,32 @@ def test_a_hub_name_goes_to_the_hub(monkeypatch, saved):
     asked = []
 
     def snapshot_download(name, **kwargs):
-        asked.append(name)
-        return str(saved[1])
+        asked.append((name, kwargs))
+        return str(saved[1].parent)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert scalelong.scaling_of(scalelong.load("someone/unet")) is not None
-    assert asked == ["someone/unet"]
+    loaded = scalelong.load("someone/pipeline", subfolder="unet", revision="abc", local_files_only=True)
+    assert scalelong.scaling_of(loaded) is not None
+    patterns = ["unet/*.json", "unet/*.safetensors"]
+    assert asked == [
+        ("someone/pipeline", {"allow_patterns": patterns, "revision": "abc", "local_files_only": True})
+    ]
+
+
+def test_a_class_of_ones_own_is_given(saved):
+    from diffusers import UNet2DModel
+
+    class MyUNet(UNet2DModel):
+        pass
+
+    edit(saved[1], _class_name="MyUNet")
+    with pytest.raises(ValueError, match=r"'MyUNet', which is neither.*load\(path, cls=YourClass\)"):
+        scalelong.load(saved[1])
+    loaded = scalelong.load(saved[1], cls=MyUNet).eval()
+    assert isinstance(loaded, MyUNet)
+    assert torch.equal(CASES["unet2d"].call(loaded), CASES["unet2d"].call(saved[0]))
+
+
+def test_loading_info_is_not_returned(saved):
+    with pytest.raises(ValueError, match="returns the model alone"):
+        scalelong.load(saved[1], output_loading_info=True)

@@ -12,57 +12,76 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from scalelong.skips.attach import adapter_for, attach, attached, is_gate_key
+from scalelong.skips.attach import adapter_for, attach, attached, build, is_gate_key
 from scalelong.skips.sites import CONFIG_KEY, PLACEMENTS
 from scalelong.skips.spec import parse_scaling
 
 _WEIGHTS = "diffusion_pytorch_model"
+_HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 _ALIGNMENT = 64  # bytes: torch's own on the CPU
 
 
-def load(path: str | Path, *, subfolder: str | None = None, variant: str | None = None, **kwargs: Any) -> nn.Module:
+def load(
+    path: str | Path,
+    *,
+    subfolder: str | None = None,
+    variant: str | None = None,
+    cls: Any = None,
+    **kwargs: Any,
+) -> nn.Module:
     """Load a model that `save_pretrained` wrote, of any class that `apply` takes, with its scaling and gates.
 
-    `path` is a folder or a hub name; other arguments (`torch_dtype`, `device_map`, …) go to the class's own
-    `from_pretrained`. A model saved without a scaling comes back plain.
+    `path` is a folder or a hub name. `cls` is for classes of your own that extend a supported one. Other
+    arguments (`torch_dtype`, `device_map`, …) go to the class's `from_pretrained`, those about the hub
+    (`revision`, `token`, `cache_dir`, `local_files_only`) to the download. A model saved without a scaling
+    comes back plain.
     """
-    folder = _local_folder(path) / (subfolder or "")
+    if kwargs.pop("output_loading_info", False):
+        raise ValueError("load returns the model alone; leave output_loading_info out.")
+    hub = {name: kwargs.pop(name) for name in _HUB_ARGUMENTS if name in kwargs}
+    folder = _local_folder(path, subfolder, hub)
     config = read_config(folder)
-    cls = model_class(config)
     entry = recorded_scaling(config)
     with _quiet_about_scaling():
-        model: nn.Module = cls.from_pretrained(folder, variant=variant, **kwargs)
+        model: nn.Module = (cls or model_class(config)).from_pretrained(folder, variant=variant, **kwargs)
     take_ownership(model)
     if entry is None or attached(model) is not None:
         return model
     adapter = adapter_for(model)
     skips = adapter.find(model)
-    attach(model, adapter, skips, parse_scaling(entry["scaling"]), entry["placement"], entry["keep_function"])
+    attach(
+        model,
+        adapter,
+        skips,
+        *build(skips, parse_scaling(entry["scaling"]), entry["placement"], entry["keep_function"]),
+    )
     gates = {name for name in model.state_dict() if is_gate_key(name)}
     found = {name: tensor for name, tensor in _saved_tensors(folder, variant) if name in gates} if gates else {}
-    if gates - set(found):
-        raise ValueError(
-            f"{folder} names the scaling {entry['scaling']!r} but lacks {', '.join(sorted(gates - set(found)))}."
-        )
+    _check_gates(gates - set(found), entry["scaling"])
     model.load_state_dict(found, strict=False)
     return model
 
 
 def take_ownership(model: nn.Module) -> None:
-    """Finish what diffusers' loader leaves open: gates without values, and tensors that lie in the file.
+    """Check that diffusers' loader found the gates, and copy the tensors that it left lying in the file.
 
     The loader maps the file, and its tensors lie there as they come. Matrix products round differently on
     misaligned memory, so without a copy the loaded model would differ in the last bits.
     """
-    device = next((p.device for p in model.parameters() if not p.is_meta), None)
-    for name, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
-        if device is not None and is_gate_key(name) and own and own[0].is_meta:
-            module.to_empty(device=device, recurse=False)
-            module.reset_parameters()
+    if not all(p.is_meta for p in model.parameters()) and (root := attached(model)) is not None:
+        empty = {name for name, p in model.named_parameters() if p.is_meta and is_gate_key(name)}
+        _check_gates(empty, str(root.scaling))
     for tensor in chain(model.parameters(), model.buffers()):
         if tensor.device.type == "cpu" and tensor.data_ptr() % _ALIGNMENT:
             tensor.data = tensor.data.clone()
+
+
+def _check_gates(missing: set[str], scaling: str) -> None:
+    if missing:
+        raise ValueError(
+            f"config.json names the scaling {scaling!r}, but the weights lack {', '.join(sorted(missing))}: "
+            "the file was not written by this model's save_pretrained. Save the model again, gates included."
+        )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -115,18 +134,23 @@ def model_class(config: dict[str, Any]) -> Any:
         return UViT
     cls = getattr(diffusers, name, None)
     if cls is None:
-        raise ValueError(f"config.json names the class {name!r}, which is neither scalelong's nor diffusers'.")
+        raise ValueError(
+            f"config.json names the class {name!r}, which is neither scalelong's nor diffusers'; "
+            "give it yourself: load(path, cls=YourClass)."
+        )
     return cls
 
 
-def _local_folder(path: str | Path) -> Path:
+def _local_folder(path: str | Path, subfolder: str | None, hub: dict[str, Any]) -> Path:
     if Path(path).is_dir():
-        return Path(path)
+        return Path(path) / (subfolder or "")
     if str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):
-        raise ValueError(f"there is no folder {str(path)!r}.")
+        raise ValueError(f"there is no folder {str(path)!r}; give a folder, or the hub's 'owner/name'.")
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors"]))
+    prefix = f"{subfolder}/" if subfolder else ""
+    patterns = [f"{prefix}*.json", f"{prefix}*.safetensors"]
+    return Path(snapshot_download(str(path), allow_patterns=patterns, **hub)) / (subfolder or "")
 
 
 def _saved_tensors(folder: Path, variant: str | None) -> Iterator[tuple[str, Tensor]]:
@@ -154,7 +178,8 @@ def _quiet_about_scaling() -> Iterator[None]:
 
     def is_news(record: logging.LogRecord) -> bool:
         message = record.getMessage()
-        return CONFIG_KEY not in message and "skip_scal" not in message
+        expected = "will be ignored" in message or "were not used" in message
+        return not (expected and (CONFIG_KEY in message or "skip_scal" in message))
 
     loggers = [logging.getLogger(f"diffusers.{name}") for name in ("configuration_utils", "models.modeling_utils")]
     for logger in loggers:

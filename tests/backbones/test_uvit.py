@@ -183,7 +183,7 @@ def test_save_and_load_with_the_scaling_built_in(tmp_path):
         assert json.loads((tmp_path / "config.json").read_text())["scaling"] == str(spec)
         for load in (UViT.from_pretrained, scalelong.load):
             assert torch.equal(load(tmp_path)(image(), T).sample, model(image(), T).sample)
-        assert torch.equal(UViT.from_config(model.config).state_dict()["norm.weight"], model.norm.weight)
+        assert UViT.from_config(model.config).state_dict().keys() == model.state_dict().keys()
 
 
 def test_the_config_of_an_applied_scaling_rebuilds_it():
@@ -195,19 +195,57 @@ def test_the_config_of_an_applied_scaling_rebuilds_it():
     assert UViT.from_config(model.config).state_dict().keys() == small().state_dict().keys()
 
 
-def test_weights_without_ls_load_into_ls_and_say_so(tmp_path, caplog):
-    plain = small()
-    gated = small(scaling="ls")
+def test_weights_without_ls_load_into_ls_and_say_so(tmp_path):
+    plain, gated = small(), small(scaling="ls")
     with pytest.warns(UserWarning, match="made without skip gates"):
         gated.load_state_dict(plain.state_dict())
     plain.save_pretrained(tmp_path)
-    loaded = UViT.from_pretrained(tmp_path, scaling="ls")
-    assert "newly initialized" in caplog.text
-    gates = [p for p in scalelong.scaling_of(loaded).parameters()]
-    assert all(not p.is_meta and p.isfinite().all() for p in gates)
-    assert torch.equal(loaded.norm.weight, plain.norm.weight)
-    coefficients = torch.cat(scalelong.scaling_of(loaded).coefficients(image(), T))
-    assert abs(coefficients.mean() - 0.5) < 0.15
+    for load in (UViT.from_pretrained, scalelong.load):
+        with pytest.warns(UserWarning, match="saved with the scaling 'none'; 'ls' takes its place.*first values"):
+            loaded = load(tmp_path, scaling="ls")
+        assert torch.equal(loaded.norm.weight, plain.norm.weight)
+        coefficients = torch.cat(scalelong.scaling_of(loaded).coefficients(image(), T))
+        assert abs(coefficients.mean() - 0.5) < 0.15
+
+
+@pytest.mark.parametrize("spec", ["cs:0.5", "scalar:0.5", "ls", "ls-per-skip", "ie"])
+def test_a_scaling_given_while_loading_can_keep_the_function(tmp_path, spec):
+    trained = CASES["uvit"].model(torch.float64)
+    inputs = CASES["uvit"].cast(torch.float64)
+    want = trained(**inputs).sample
+    trained.save_pretrained(tmp_path)
+    load = {"torch_dtype": torch.float64, "scaling": spec}
+    with pytest.warns(UserWarning, match="takes its place"):
+        kept = UViT.from_pretrained(tmp_path, **load, keep_function=True)
+    torch.testing.assert_close(kept(**inputs).sample, want)
+    with pytest.warns(UserWarning, match="look trained"):
+        changed = UViT.from_pretrained(tmp_path, **load)
+    assert not torch.allclose(changed(**inputs).sample, want)
+    single = {key: value.float() for key, value in trained.state_dict().items()}
+    official = UViT.from_official(single, num_heads=4, scaling=spec, keep_function=True)
+    torch.testing.assert_close(official(**CASES["uvit"].inputs).sample, want.float(), rtol=1e-3, atol=1e-4)
+    scalelong.scaling_of(kept).remove()
+    torch.testing.assert_close(kept(**inputs).sample, want)
+
+
+def test_another_scaling_replaces_the_saved_one(tmp_path):
+    model = small(scaling="ls")
+    model.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="'cs:0.5' takes its place"):
+        loaded = UViT.from_pretrained(tmp_path, scaling="cs:0.5")
+    assert not [key for key in loaded.state_dict() if "skip_scal" in key]
+    assert loaded.config.scaling == "cs:0.5"
+
+
+def test_a_folder_whose_gates_are_gone_is_refused(tmp_path):
+    small().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"scaling": "ls"}))
+    for load in (UViT.from_pretrained, scalelong.load):
+        with pytest.raises(
+            ValueError, match=r"names the scaling 'ls', but the weights lack skip_scaling\.gates\.17"
+        ):
+            load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -315,6 +353,9 @@ def test_autocast():
     [
         ({"num_layers": 7}, "num_layers is even.*got 7, try 8"),
         ({"num_layers": 0}, "got 0, try 2"),
+        ({"num_attention_heads": 0}, "num_attention_heads divides hidden_size, got 0"),
+        ({"sample_size": 8.0}, r"whole number or \(height, width\), got 8.0"),
+        ({"sample_size": (8, 8, 8)}, r"whole number or \(height, width\)"),
         ({"num_attention_heads": 5}, "num_attention_heads divides hidden_size, got 5 and 32"),
         ({"sample_size": 9}, "multiple of patch_size, got sample_size=9 and patch_size=2"),
         ({"sample_size": (8, 7)}, "multiple of patch_size"),
@@ -375,7 +416,3 @@ def test_block_scalings_scale_the_residual_branches():
     mixed = x + 0.1 * plain.attn(plain.norm1(x))
     mixed = mixed + 0.1 * plain.mlp(plain.norm2(mixed))
     torch.testing.assert_close(block("stable:0.1")(x), mixed)
-
-
-def test_contract_case_is_a_uvit():
-    assert isinstance(CASES["uvit"].model(), UViT)

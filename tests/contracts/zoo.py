@@ -248,7 +248,9 @@ CASES = {
     )
 }
 
-# The same class with other blocks or settings. What depends on the arithmetic is tested on them always, what depends
-# on the class (removal, copies, saving, ...) in `make test-all`.
+# The same class with other blocks or settings. What depends on the arithmetic is tested on them with every
+# scaling; what depends on the class (removal, copies, saving, ...) with one of each kind, and with the
+# others in `make test-all`.
 VARIANTS = ("sd15-freeu", "sdxl", "deepfloyd")
+ONE_OF_EACH_KIND = ("none", "cs:0.7", "ls", "ls-per-skip", "scalar:0.6")
 EVERY_PLACE = [(case, placement) for case in CASES.values() for placement in case.placements]

@@ -1,6 +1,7 @@
 """What `apply` refuses, warns of and works under; what holds for every model is in tests/contracts."""
 
 import copy
+import gc
 import json
 import warnings
 
@@ -176,16 +177,23 @@ def test_peft_models_are_refused_but_a_scaled_one_takes_lora():
     with pytest.raises(ValueError, match="PEFT adapters"):
         scalelong.apply(peft.get_peft_model(fresh("sd15"), lora), "cs:0.7")
 
+    random_start = peft.LoraConfig(target_modules=["to_q", "skip_linear"], r=2, init_lora_weights=False)
     for name, spec, placement in (
         ("sd15", "ls", "norm"),
         ("sd15", "cs:0.7", "concat"),
-        ("uvit", "cs:0.7", "concat"),
+        ("uvit", "cs:0.5", "concat"),
+        ("uvit", "ls", "concat"),
+        ("hunyuan", "cs:0.5", "norm"),
     ):
-        case, model = CASES[name], fresh(name)
+        case, model = CASES[name], fresh(name).double()
         scalelong.apply(model, spec, placement=placement)
-        want = case.call(model)
-        adapted = peft.get_peft_model(model, lora)  # LoRA starts at zero: the outputs stay, the scaling too
-        torch.testing.assert_close(case.call(adapted), want)
+        plain = case.call(model, torch.float64)
+        adapted = peft.get_peft_model(model, random_start)
+        assert scalelong.scaling_of(adapted).model is model
+        want = case.call(adapted, torch.float64)
+        assert not torch.allclose(want, plain)
+        # Merged into the weights LoRA reads the scaled skip; so it must before.
+        torch.testing.assert_close(case.call(adapted.merge_and_unload(), torch.float64), want, rtol=1e-5, atol=1e-6)
 
 
 # Warnings
@@ -244,6 +252,9 @@ def test_a_checkpoint_without_gates_loads_into_a_model_with_them_and_says_so():
     with pytest.warns(UserWarning, match="made without skip gates; the 8 gate tensors keep"):
         gated.load_state_dict(plain.state_dict())
     assert all(torch.equal(gated.state_dict()[k], v) for k, v in gates.items())
+    whole = nn.ModuleDict({"unet": gated, "other": nn.Linear(1, 1)})
+    with pytest.warns(UserWarning, match="made without skip gates"):
+        whole.load_state_dict({k: v for k, v in whole.state_dict().items() if "skip_scaling" not in k})
     half = gated.state_dict()
     half.pop("skip_scaling.gates.32.layer1.bias")
     with pytest.raises(RuntimeError, match=r"Missing key.*skip_scaling\.gates\.32\.layer1\.bias"):
@@ -320,9 +331,11 @@ def test_summary_of_gates_shows_their_values_where_inputs_are_given():
         handle.coefficients()
 
 
-def test_norm_placement_and_layer_norms_have_nothing_to_warn_of():
+def test_only_constants_before_a_group_norm_are_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        for spec in ("none", "cs:1", "scalar", "ls", "ie"):
+            assert "!" not in scalelong.apply(fresh(), spec).summary()
         assert "undone" not in scalelong.apply(fresh(), "cs:0.5", placement="norm").summary()
         assert "0%" in scalelong.apply(fresh("hunyuan"), "cs:0.5").summary()
 
@@ -426,3 +439,47 @@ def test_gates_follow_the_models_precision_and_device():
 def test_keep_function_refuses_a_coefficient_without_an_inverse():
     refused(fresh("uvit"), "has a 0", "scalar:0", keep_function=True)
     refused(fresh("uvit"), "has a 0", "cs:1e-320", keep_function=True)
+
+
+def test_keep_function_refuses_an_overflow_in_half_precision():
+    model = fresh("uvit").half()
+    says = r"out_blocks\.0 times .* overflow torch\.float16; convert the model to float32"
+    refused(model, says, "cs:0.001", keep_function=True)
+
+
+def test_a_failure_in_the_middle_leaves_the_model_alone():
+    with torch.inference_mode():
+        model = fresh("uvit")
+    with pytest.raises(RuntimeError, match="[Ii]nference"):
+        scalelong.apply(model, "cs:0.5", keep_function=True)
+    assert scalelong.scaling_of(model) is None
+    assert model.config.scaling == "none"
+
+
+def test_coefficients_of_a_model_compiled_in_place():
+    case, model = CASES["uvit"], fresh("uvit")
+    handle = scalelong.apply(model, "ls")
+    want = handle.coefficients(**case.inputs)
+    model.compile(backend="aot_eager")
+    case.call(model)
+    assert all(torch.equal(a, b) for a, b in zip(handle.coefficients(**case.inputs), want, strict=True))
+
+
+@pytest.mark.parametrize("placement", ["concat", "norm"])
+def test_hooks_keep_no_activations(placement):
+    case, model = CASES["sd15"], fresh("sd15")
+    scalelong.apply(model, "ls", placement=placement)
+
+    def living():
+        gc.collect()
+        return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+
+    with torch.no_grad():
+        case.call(model)
+        before = living()
+        case.call(model)
+        assert living() == before
+
+
+def test_keep_function_is_true_or_false():
+    refused(fresh(), "keep_function is True or False, got 'yes'", "ls", keep_function="yes")

@@ -12,7 +12,7 @@ scalings = st.one_of(
     st.just(NoScaling()),
     st.builds(Uniform, kappas),
     st.builds(CS, kappas, st.booleans()),
-    st.builds(LS, st.integers(1, 512), st.sampled_from(["relu", "elu", "mish"]), st.booleans(), axes),
+    st.builds(LS, st.integers(1, 10**18 - 1), st.sampled_from(["relu", "elu", "mish"]), st.booleans(), axes),
     st.builds(LearnedScalar, st.floats(allow_nan=False, allow_infinity=False)),
     st.builds(IE, st.booleans(), axes),
 )
@@ -109,6 +109,7 @@ def test_a_scaling_passes_through():
         ("cs:1.5", r"\(0, 1\], got 1.5"),
         ("cs:-0.5", r"\(0, 1\], got -0.5"),
         ("uniform:2", r"\(0, 1\], got 2.0; try 'uniform:0.7'"),
+        ("cs-reversed:2", r"cs-reversed: κ lies in \(0, 1\], got 2.0; try 'cs-reversed:0.7'"),
         ("cs:nan", "one plain number, got 'nan'; write 'cs:0.7'"),
         ("cs:1e400", r"\(0, 1\]|finite"),
         ("cs", "needs a number after a colon, got none; write 'cs:0.7'"),

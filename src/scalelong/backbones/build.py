@@ -8,6 +8,7 @@ from torch import nn
 
 from scalelong.presets import model_preset
 from scalelong.skips.apply import apply
+from scalelong.skips.sites import check_placement_name
 from scalelong.skips.spec import Scaling, parse_scaling
 
 
@@ -23,6 +24,7 @@ def build(
     Under `torch.device("meta")` it costs no memory.
     """
     scaling = parse_scaling(scaling)
+    check_placement_name(placement)
     chosen = model_preset(preset)
     config = {**chosen.config, **changes}
     model: nn.Module

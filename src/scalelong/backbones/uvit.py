@@ -7,6 +7,7 @@ weights load as they are (`from_official`).
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 
 from scalelong.backbones.block_scaling import branch_scale
 from scalelong.saving import take_ownership
-from scalelong.skips.apply import apply
+from scalelong.skips.apply import apply, scaling_of
+from scalelong.skips.scalers import scale_skip
 from scalelong.skips.spec import Scaling, parse_scaling
 
 TIMESTEP_MAPS = ("identity", "continuous", "one-based")
@@ -34,7 +36,7 @@ class UViTOutput(BaseOutput):
 
 
 class UViT(ModelMixin, ConfigMixin):
-    """A noise predictor on images [B, C, H, W]; tokens are [label or text], time and patches.
+    """A noise predictor on images [B, C, H, W]. Its tokens: [label,] time, [text,] patches.
 
     Args:
         sample_size: height and width of the images, or one number for both. Other sizes run too: the
@@ -139,10 +141,22 @@ class UViT(ModelMixin, ConfigMixin):
         return cls(**{**preset.config, **changes})
 
     @classmethod
-    def from_pretrained(cls, path: Any, **kwargs: Any) -> Any:
-        """As diffusers' models do; `scaling="ls"` on a checkpoint without gates starts them afresh."""
-        loaded = super().from_pretrained(path, **kwargs)
-        take_ownership(loaded[0] if isinstance(loaded, tuple) else loaded)
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """As diffusers' models do. Another `scaling` than the saved one is applied to the loaded weights."""
+        scaling, keep_function = kwargs.pop("scaling", None), kwargs.pop("keep_function", False)
+        loaded = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        take_ownership(model)
+        saved = model.config.scaling
+        if scaling is not None and str(parse_scaling(scaling)) != saved:
+            warnings.warn(
+                f"the checkpoint was saved with the scaling {saved!r}; {str(parse_scaling(scaling))!r} takes its "
+                "place, and what it learns has its first values.",
+                stacklevel=2,
+            )
+            if (old := scaling_of(model)) is not None:
+                old.remove()
+            apply(model, scaling, keep_function=keep_function)
         return loaded
 
     @classmethod
@@ -157,9 +171,14 @@ class UViT(ModelMixin, ConfigMixin):
 
         All but the number of heads and a constant scaling is read off the shapes; `changes` add to the
         config or correct it (`timestep_map=`, `sample_size=` of images that are not square, `text_len=`).
+        `scaling` is what the weights were trained with; with `keep_function=True`, what they get now.
         """
         from scalelong.backbones.uvit_official import check_keys, config_of, rename
 
+        if changes.pop("keep_function", False):
+            model = cls.from_official(state_dict, num_heads, **changes)
+            apply(model, scaling, keep_function=True)
+            return model
         model = cls(**config_of(state_dict, num_heads, scaling, **changes))
         renamed = rename(state_dict)
         check_keys(renamed, model.state_dict())
@@ -249,7 +268,7 @@ class UViTBlock(nn.Module):
         self.norm1 = nn.LayerNorm(dim)
         self.attn = Attention(dim, num_heads, qkv_bias)
         self.norm2 = nn.LayerNorm(dim)
-        self.mlp = MLP(dim, int(dim * mlp_ratio))
+        self.mlp = MLP(dim, round(dim * mlp_ratio))
         self.skip_linear = SkipLinear(2 * dim, dim) if skip else None
         self.branch_scale = branch_scale(block_scaling)
 
@@ -262,8 +281,9 @@ class UViTBlock(nn.Module):
 
     def _merge(self, x: Tensor, skip: Tensor) -> Tensor:
         scale = getattr(self, "skip_scale", None)
-        if scale is not None and scale.reads_skip:
-            skip, scale = skip * scale(skip), None
+        # A wrapped layer (LoRA) has a second branch that must see the scaled skip too.
+        if scale is not None and (scale.reads_skip or not isinstance(self.skip_linear, SkipLinear)):
+            return self.skip_linear(torch.cat([x, scale_skip(skip, scale)], dim=-1))  # type: ignore[misc]
         return self.skip_linear(torch.cat([x, skip], dim=-1), scale)  # type: ignore[misc]
 
 
@@ -345,8 +365,13 @@ def _unpatchify(tokens: Tensor, height: int, width: int, patch: int) -> Tensor:
 
 
 def _grid(sample_size: int | tuple[int, int], patch_size: int) -> tuple[int, int]:
-    height, width = (sample_size, sample_size) if isinstance(sample_size, int) else sample_size
-    if patch_size < 1 or height % patch_size or width % patch_size or height < 1 or width < 1:
+    sides = tuple(sample_size) if isinstance(sample_size, (tuple, list)) else (sample_size, sample_size)
+    if len(sides) != 2 or any(not isinstance(side, int) or side < 1 for side in (*sides, patch_size)):
+        raise ValueError(
+            f"sample_size is a whole number or (height, width), got {sample_size!r} with {patch_size=}."
+        )
+    height, width = sides
+    if height % patch_size or width % patch_size:
         raise ValueError(
             f"sample_size is a multiple of patch_size, got sample_size={sample_size} and patch_size={patch_size}."
         )
@@ -366,7 +391,7 @@ def _check(
             f"num_layers is even, so that each encoder block has its decoder block; got {num_layers}, "
             f"try {max(2, num_layers + num_layers % 2)}."
         )
-    if hidden_size % num_heads:
+    if num_heads < 1 or hidden_size % num_heads:
         raise ValueError(f"num_attention_heads divides hidden_size, got {num_heads} and {hidden_size}.")
     if num_classes is not None and text_dim:
         raise ValueError(

@@ -74,7 +74,10 @@ def check_keys(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> N
     }
     if any(problems.values()):
         found = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
-        raise ValueError(f"the state dict does not fit the U-ViT that its shapes describe. Keys {found}.")
+        raise ValueError(
+            f"the state dict does not fit the U-ViT that its shapes describe. Keys {found}. "
+            "Drop or rename what is too much; a prefix such as 'module.' has to go."
+        )
 
 
 def _side(num_patches: int) -> int:

@@ -88,7 +88,6 @@ def _learned(handle: AppliedScaling) -> int:
 
 
 def _as_dict(handle: AppliedScaling, parameters: int) -> dict[str, Any]:
-    from scalelong.skips.scalers import FixedScale
     from scalelong.skips.summary import undone_share
 
     return {
@@ -102,7 +101,7 @@ def _as_dict(handle: AppliedScaling, parameters: int) -> dict[str, Any]:
                 "index": skip.index,
                 "module": skip.name,
                 "shape": skip.shape_text,
-                "coefficient": scale.value if isinstance(scale, FixedScale) else None,
+                "coefficient": scale.number(),
                 "undone_by_norm": undone_share(skip) if handle.placement == "concat" else 0.0,
             }
             for skip, scale in zip(handle.skips, handle.scales, strict=True)

@@ -7,10 +7,10 @@ import warnings
 from torch import nn
 
 from scalelong.skips import fold
-from scalelong.skips.attach import adapter_for, attach, attached
+from scalelong.skips.attach import adapter_for, attach, attached, build
 from scalelong.skips.handle import AppliedScaling
 from scalelong.skips.scalers import starts_at_identity
-from scalelong.skips.sites import PLACEMENTS, Adapter, LongSkip, UnsupportedModelError
+from scalelong.skips.sites import Adapter, LongSkip, UnsupportedModelError, check_placement_name
 from scalelong.skips.spec import ConstantScaling, Scaling, parse_scaling
 
 
@@ -35,16 +35,17 @@ def apply(
 
     Residuals of a ControlNet are added to the skips before they are scaled. FreeU acts after the scale at
     "concat" and before it at "norm". Apply first; compile, wrap (DDP, FSDP) or add adapters (PEFT) after.
+    `nn.DataParallel` is not supported: its replicas would ask the original's gates.
     """
     scaling = parse_scaling(scaling)
-    if placement not in PLACEMENTS:
-        raise ValueError(f"placement is one of {', '.join(map(repr, PLACEMENTS))}, got {placement!r}.")
+    check_placement_name(placement)
+    if not isinstance(keep_function, bool):
+        raise ValueError(f"keep_function is True or False, got {keep_function!r}.")
     _refuse_wrapped(model)
     adapter = adapter_for(model)
-    root = attached(model)
-    if root is not None:
+    if (present := attached(model)) is not None:
         raise ValueError(
-            f"{type(model).__name__} already has the scaling {str(root.scaling)!r}; "
+            f"{type(model).__name__} already has the scaling {str(present.scaling)!r}; "
             "call scalelong.scaling_of(model).remove() first."
         )
     skips = adapter.find(model)
@@ -54,16 +55,19 @@ def apply(
     _warn_of_recorded(adapter, model)
     if not keep_function and not starts_at_identity(scaling, len(skips)) and not _looks_fresh(model):
         _warn_of_trained(scaling, skips)
-    attach(model, adapter, skips, scaling, placement, keep_function)
+    scales, root = build(skips, scaling, placement, keep_function)
     fold.scale_merge_weights(adapter, skips, placement, factors)
+    attach(model, adapter, skips, scales, root)
     return AppliedScaling(model)
 
 
 def scaling_of(model: nn.Module) -> AppliedScaling | None:
     """The handle of the scaling that is attached to a model, its deep copy or a loaded one; else None.
 
-    Looks through `torch.compile` and data-parallel wrappers.
+    Looks through `torch.compile`, data-parallel and PEFT wrappers.
     """
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()  # type: ignore[operator]
     while isinstance(inner := getattr(model, "_orig_mod", getattr(model, "module", None)), nn.Module):
         model = inner
     return None if attached(model) is None else AppliedScaling(model)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from scalelong.skips import hooks
-from scalelong.skips.scalers import build_scales
+from scalelong.skips.scalers import SkipScale, build_scales
 from scalelong.skips.sites import Adapter, LongSkip, UnsupportedModelError
 from scalelong.skips.spec import Scaling
 
@@ -43,15 +43,10 @@ class SkipScaling(nn.Module):
         return f"{self.scaling}, placement={self.placement}"
 
 
-def attach(
-    model: nn.Module,
-    adapter: Adapter,
-    skips: list[LongSkip],
-    scaling: Scaling,
-    placement: str,
-    keep_function: bool,
-) -> None:
-    """Put the scales into the tree, the hooks on the blocks and the note into the config. Checks nothing."""
+def build(
+    skips: list[LongSkip], scaling: Scaling, placement: str, keep_function: bool
+) -> tuple[list[SkipScale], SkipScaling]:
+    """The modules that `attach` puts into the tree; the model is not touched yet."""
     like = next(p for p in skips[0].block.parameters() if p.is_floating_point())
     scales, gates = build_scales(
         scaling,
@@ -60,14 +55,23 @@ def attach(
         device=like.device,
         dtype=like.dtype,
     )
-    root = SkipScaling(scaling, placement, keep_function, gates)
+    return scales, SkipScaling(scaling, placement, keep_function, gates)
+
+
+def attach(
+    model: nn.Module, adapter: Adapter, skips: list[LongSkip], scales: list[SkipScale], root: SkipScaling
+) -> None:
+    """Put the scales into the tree, the hooks on the blocks and the note into the config."""
     for skip, scale in zip(skips, scales, strict=True):
         skip.block.skip_scale = scale
     model.skip_scaling = root
-    root.hook_handles += adapter.attach(model, skips, placement)
+    root.hook_handles += adapter.attach(model, skips, root.placement)
     root.hook_handles.append(model.register_load_state_dict_post_hook(_accept_missing_gates))
     root.train(model.training)
-    adapter.record(model, {"scaling": str(scaling), "placement": placement, "keep_function": keep_function})
+    adapter.record(
+        model,
+        {"scaling": str(root.scaling), "placement": root.placement, "keep_function": root.keep_function},
+    )
 
 
 def detach(model: nn.Module) -> None:
@@ -103,9 +107,11 @@ def adapter_for(model: nn.Module) -> Adapter:
 
 def _accept_missing_gates(model: nn.Module, keys: Any) -> None:
     """A checkpoint from before the gates were there loads, and says so; one with half of them does not."""
-    gates = {name for name, _ in model.named_parameters() if is_gate_key(name)}
-    if gates and gates <= set(keys.missing_keys):
-        keys.missing_keys[:] = [key for key in keys.missing_keys if key not in gates]
+    gates = [name for name, _ in model.named_parameters() if is_gate_key(name)]
+    # As part of a larger module, the model's keys carry that module's prefix.
+    missing = [key for key in keys.missing_keys if any(f".{key}".endswith(f".{gate}") for gate in gates)]
+    if gates and len(missing) == len(gates):
+        keys.missing_keys[:] = [key for key in keys.missing_keys if key not in missing]
         warnings.warn(
             f"the checkpoint was made without skip gates; the {len(gates)} gate tensors keep their first values.",
             stacklevel=2,

@@ -11,24 +11,19 @@ from collections.abc import Sequence
 
 import torch
 
-from scalelong.skips.scalers import FixedScale, LearnedScale, SkipScale, first_coefficients
+from scalelong.skips.scalers import SkipScale, first_coefficients
 from scalelong.skips.sites import Adapter, LongSkip
 from scalelong.skips.spec import Scaling
 
 
 def constants_of(scales: Sequence[SkipScale]) -> list[float]:
     """The coefficients as numbers; gates have none, because theirs depend on the input."""
-    constants = []
-    for scale in scales:
-        if isinstance(scale, FixedScale):
-            constants.append(scale.value)
-        elif isinstance(scale, LearnedScale):
-            constants.append(scale.scale.item())
-        else:
-            raise ValueError(
-                "a gate's coefficients depend on the input, so they cannot be folded into weights; "
-                "keep the gate (save_pretrained and scalelong.load do), or train with a constant ('cs:0.7')."
-            )
+    constants = [number for scale in scales if (number := scale.number()) is not None]
+    if len(constants) < len(scales):
+        raise ValueError(
+            "a gate's coefficients depend on the input, so they cannot be folded into weights; "
+            "keep the gate (save_pretrained and scalelong.load do), or train with a constant ('cs:0.7')."
+        )
     return constants
 
 
@@ -56,10 +51,18 @@ def check_exact(adapter: Adapter, skips: Sequence[LongSkip], placement: str, fac
 def scale_merge_weights(
     adapter: Adapter, skips: Sequence[LongSkip], placement: str, factors: Sequence[float]
 ) -> None:
-    """Multiply the weights that read skip i by the i-th factor; no factors, no change."""
+    """Multiply the weights that read skip i by the i-th factor, all or none; no factors, no change."""
     if not factors:
         return
+    products = []
     for skip, factor in zip(skips, factors, strict=True):
-        if factor != 1:
-            for view in adapter.merge_weights(skip, placement):
-                view.mul_(factor)
+        for view in adapter.merge_weights(skip, placement) if factor != 1 else ():
+            product = view * factor
+            if not view.is_meta and view.isfinite().all() and not product.isfinite().all():
+                raise ValueError(
+                    f"the weights of {skip.name} times {factor:.3g} overflow {view.dtype}; "
+                    "convert the model to float32 first, or choose coefficients nearer to 1."
+                )
+            products.append((view, product))
+    for view, product in products:
+        view.copy_(product)

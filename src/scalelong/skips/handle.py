@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from scalelong.skips import fold, summary
 from scalelong.skips.attach import SkipScaling, adapter_for, attached, detach
-from scalelong.skips.scalers import FixedScale, LearnedScale, SkipScale, first_coefficients
+from scalelong.skips.scalers import LearnedScale, SkipScale, first_coefficients
 from scalelong.skips.sites import LongSkip
 from scalelong.skips.spec import Scaling
 
@@ -58,8 +58,11 @@ class AppliedScaling:
         Gates read their skips, so the model runs once on the inputs, in eval mode and without gradient.
         """
         scales = self.scales
-        if all(isinstance(scale, (FixedScale, LearnedScale)) for scale in scales):
-            return [torch.tensor(value) for value in fold.constants_of(scales)]
+        if not any(scale.reads_skip for scale in scales):
+            return [
+                scale.scale.detach().clone() if isinstance(scale, LearnedScale) else torch.tensor(scale.number())
+                for scale in scales
+            ]
         if not inputs and not named_inputs:
             raise ValueError(
                 "a gate's coefficients depend on the input: give the model's inputs to coefficients()."
@@ -76,7 +79,7 @@ class AppliedScaling:
         return summary.summarise(self, inputs, named_inputs)
 
     def remove(self) -> None:
-        """Take the scaling off. The model is as it was, and with `keep_function` still computes the same."""
+        """Take the scaling off, and undo what `keep_function` did to the weights."""
         if self.keep_function:
             first = first_coefficients(self.scaling, len(self.skips)) or ()
             fold.scale_merge_weights(adapter_for(self.model), self.skips, self.placement, first)

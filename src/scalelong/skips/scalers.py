@@ -23,6 +23,10 @@ class SkipScale(nn.Module):
 
     reads_skip = False
 
+    def number(self) -> float | None:
+        """The coefficient as a number; None where it depends on the skip."""
+        return None
+
 
 class FixedScale(SkipScale):
     """A constant. It is a Python number, not a buffer: state dicts stay those of the plain model."""
@@ -30,6 +34,10 @@ class FixedScale(SkipScale):
     def __init__(self, value: float) -> None:
         super().__init__()
         self.value = value
+
+    def number(self) -> float:
+        """The constant."""
+        return self.value
 
     def forward(self, skip: Tensor) -> float:
         """The constant."""
@@ -52,6 +60,10 @@ class LearnedScale(SkipScale):
     def reset_parameters(self) -> None:
         """Back to the first value."""
         nn.init.constant_(self.scale, self.init)
+
+    def number(self) -> float:
+        """What it is now; on the meta device, what it starts as."""
+        return self.init if self.scale.is_meta else self.scale.item()
 
     def forward(self, skip: Tensor) -> Tensor:
         """The number, in the skip's own precision."""

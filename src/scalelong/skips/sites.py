@@ -14,6 +14,12 @@ Layout = Literal["nchw", "tokens"]
 PLACEMENTS = ("concat", "norm")
 
 
+def check_placement_name(placement: str) -> None:
+    """Refuse what is no placement at all; whether a model has it is for its adapter to say."""
+    if placement not in PLACEMENTS:
+        raise ValueError(f"placement is one of {', '.join(map(repr, PLACEMENTS))}, got {placement!r}.")
+
+
 class UnsupportedModelError(ValueError):
     """The model, or the place asked for in it, is not one that skip scaling can be attached to."""
 

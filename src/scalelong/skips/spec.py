@@ -82,7 +82,7 @@ class CS(ConstantScaling):
 
     def __post_init__(self) -> None:
         _check_bool(self.reverse, "reverse")
-        object.__setattr__(self, "kappa", _kappa(self.kappa, "cs"))
+        object.__setattr__(self, "kappa", _kappa(self.kappa, "cs-reversed" if self.reverse else "cs"))
 
     def coefficients(self, num_skips: int) -> tuple[float, ...]:
         """κ^i, or κ^(N-i) reversed."""
@@ -112,7 +112,7 @@ class LS(Scaling):
     over: str = "paper"
 
     def __post_init__(self) -> None:
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, int) or self.ratio < 1:
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, int) or not 1 <= self.ratio < 10**18:
             raise ValueError(f"ls: the ratio is a whole number from 1 up, got {self.ratio!r}; try ratio=16.")
         _check_one_of(self.activation, ACTIVATIONS, "ls", "activation")
         _check_bool(self.shared, "shared")
@@ -241,7 +241,7 @@ class _Options:
 
 def _read_option(name: str, key: str, value: str) -> Any:
     if key == "ratio":
-        if not re.fullmatch(r"\d{1,9}", value, re.ASCII):
+        if not re.fullmatch(r"\d{1,18}", value, re.ASCII):
             raise ValueError(f"{name}: the ratio is a whole number from 1 up, got {value!r}; try ratio=16.")
         return int(value)
     if key == "shared":

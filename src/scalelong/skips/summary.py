@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalelong.skips.scalers import FixedScale, LearnedScale, SkipScale
+from scalelong.skips.scalers import LearnedScale, SkipScale
 from scalelong.skips.sites import LongSkip
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def summarise(handle: AppliedScaling, inputs: Sequence[Any], named_inputs: Mappi
         f"{len(skips)} long skips, outermost first"
     )
     lines = [title, *format_table(rows)]
-    if at_concat_before_norm and (advice := _advice(skips, undone)):
+    a_constant_acts = any(scale.number() not in (None, 1) for scale in scales)
+    if at_concat_before_norm and a_constant_acts and (advice := _advice(skips, undone)):
         warnings.warn(advice, stacklevel=4)
         lines.append(f"! {advice}")
     return "\n".join(lines)
@@ -112,14 +113,14 @@ def capture_coefficients(
             stack.callback(scale.register_forward_hook(note).remove)
         stack.enter_context(torch.no_grad())
         stack.enter_context(_eval_mode(model))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled graph calls no hooks
         model(*inputs, **named_inputs)
-    # A constant may act through weights, and then is never asked during the run.
-    constants = {
-        i: s.value if isinstance(s, FixedScale) else s.scale
-        for i, s in enumerate(scales)
-        if isinstance(s, (FixedScale, LearnedScale))
-    }
-    return [torch.as_tensor(constants.get(i, found.get(i))).detach() for i in range(len(scales))]
+    for index, scale in enumerate(scales):
+        if (number := scale.number()) is not None:  # it may act through weights, and then is never asked
+            found[index] = torch.tensor(number)
+        elif index not in found:
+            raise RuntimeError(f"the run did not pass skip {index}: is its block skipped, or run elsewhere?")
+    return [found[index].detach() for index in range(len(scales))]
 
 
 @contextmanager
@@ -166,11 +167,9 @@ def _advice(skips: Sequence[LongSkip], undone: Sequence[float]) -> str:
 
 
 def _describe(scale: SkipScale) -> str:
-    if isinstance(scale, FixedScale):
-        return f"{scale.value:.6g}"
-    if isinstance(scale, LearnedScale):
-        return "learned" if scale.scale.is_meta else f"{scale.scale.item():.6g} (learned)"
-    return "gate"
+    if (number := scale.number()) is None:
+        return "gate"
+    return f"{number:.6g} (learned)" if isinstance(scale, LearnedScale) else f"{number:.6g}"
 
 
 def _describe_values(coefficient: Tensor) -> str:
