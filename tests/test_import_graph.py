@@ -17,6 +17,7 @@ ALLOWED = {
     "skips": {"skips"},
     "adapters": {"adapters", "skips"},
     "saving": {"skips"},
+    "data": {"data"},
     "backbones": {"backbones", "skips", "presets", "saving"},
     "cli": {"cli", "version"},
 }

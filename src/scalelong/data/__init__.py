@@ -1,0 +1,1 @@
+"""Data: from a source on disk to batches on the training device."""

@@ -1,0 +1,288 @@
+"""Each source in the exact form that it has on disk, and what goes wrong there."""
+
+import importlib.util
+import io
+import lzma
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from scalelong.data.sources import SourceError, open_source
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+rng = np.random.default_rng(0)
+
+
+def picture(height=10, width=12, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def save(path: Path, image: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image).save(path)
+
+
+def png(image: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(image).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def all_items(source, **how):
+    return list(open_source(str(source), **how).items())
+
+
+# Digits
+
+
+def test_digits_are_the_1797_of_scikit_learn():
+    from sklearn.datasets import load_digits
+
+    source = open_source("digits")
+    items = list(source.items())
+    assert len(items) == source.count == 1797
+    data = load_digits()
+    assert [item.label for item in items] == data.target.tolist()
+    assert items[7].image.shape == (8, 8, 1)
+    np.testing.assert_allclose(items[7].image[..., 0], data.images[7] * 255 / 16, atol=0.5)
+
+
+# Folders
+
+
+def test_a_flat_folder_has_no_labels_and_subfolders_are_classes(tmp_path):
+    for i in range(3):
+        save(tmp_path / "flat" / f"{i}.png", picture(seed=i))
+        save(tmp_path / "classed" / ("cat" if i else "ant") / "deeper" / f"{i}.png", picture(seed=i))
+    flat, classed = open_source(str(tmp_path / "flat")), open_source(str(tmp_path / "classed"))
+    assert flat.classes is None
+    assert [item.label for item in flat.items()] == [None] * 3
+    assert classed.classes == ["ant", "cat"]
+    assert [(item.label, item.name) for item in classed.items()] == [
+        (0, "ant/deeper/0.png"),
+        (1, "cat/deeper/1.png"),
+        (1, "cat/deeper/2.png"),
+    ]
+    for item, seed in zip(flat.items(), range(3), strict=True):
+        np.testing.assert_array_equal(item.image, picture(seed=seed))
+
+
+def test_size_takes_the_centre_square(tmp_path):
+    image = np.zeros((20, 40, 3), np.uint8)
+    image[:, 10:30] = 200  # the centre square is bright, what is cut off is dark
+    save(tmp_path / "wide.png", image)
+    (item,) = all_items(tmp_path, size=8)
+    assert item.image.shape == (8, 8, 3)
+    assert item.image.min() == item.image.max() == 200
+
+
+def test_grey_palette_and_alpha_become_rgb(tmp_path):
+    for i, mode in enumerate(("L", "P", "RGBA", "LA", "1")):
+        Image.fromarray(picture()).convert("RGB").convert(mode).save(tmp_path / f"{i}.png")
+    assert [item.image.shape for item in all_items(tmp_path)] == [(10, 12, 3)] * 5
+
+
+def test_a_broken_image_is_an_item_with_an_error(tmp_path):
+    save(tmp_path / "a.png", picture())
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])
+    (tmp_path / "c.jpg").write_bytes(b"not an image")
+    good, cut, wrong = all_items(tmp_path)
+    assert good.error is None
+    assert cut.image is None
+    assert wrong.image is None
+    assert "UnidentifiedImageError" in wrong.error
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda d: None, "no images in .* found no files"),
+        (lambda d: (d / "notes.txt").write_text("x"), r"no images in .*looked for \.png.*found \.txt"),
+        (
+            lambda d: (save(d / "a.png", picture()), save(d / "cat" / "b.png", picture())),
+            "mixes class subfolders with 1 loose images .*a.png",
+        ),
+    ],
+)
+def test_folders_that_are_not_one(tmp_path, build, says):
+    build(tmp_path)
+    with pytest.raises(SourceError, match=says):
+        open_source(str(tmp_path))
+
+
+def test_things_that_are_no_source(tmp_path):
+    with pytest.raises(SourceError, match="no file or folder 'nothing'; a source is 'digits', a path"):
+        open_source("nothing")
+    (tmp_path / "x.bin").write_bytes(b"123")
+    with pytest.raises(SourceError, match="neither a parquet file nor a CIFAR-10 tar"):
+        open_source(str(tmp_path / "x.bin"))
+
+
+# Tables
+
+
+def write_parquet(path, rows, **schema):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows, **schema), path)
+
+
+def test_parquet_with_bytes_or_structs_and_labels(tmp_path):
+    plain = [{"image": png(picture(seed=i)), "label": i % 2} for i in range(4)]
+    structs = [{"image": {"bytes": row["image"], "path": None}, "text": "x"} for row in plain]
+    write_parquet(tmp_path / "plain.parquet", plain)
+    write_parquet(tmp_path / "structs.parquet", structs)
+    labelled, unlabelled = (
+        open_source(str(tmp_path / "plain.parquet")),
+        open_source(str(tmp_path / "structs.parquet")),
+    )
+    assert (labelled.count, labelled.classes, unlabelled.classes) == (4, ["0", "1"], None)
+    assert [item.label for item in labelled.items()] == [0, 1, 0, 1]
+    for source in (labelled, unlabelled):
+        for i, item in enumerate(source.items()):
+            np.testing.assert_array_equal(item.image, picture(seed=i))
+
+
+def test_parquet_problems(tmp_path):
+    write_parquet(tmp_path / "a.parquet", [{"picture": png(picture())}])
+    with pytest.raises(SourceError, match="no column 'image'; it has picture: use --image-column"):
+        open_source(str(tmp_path / "a.parquet"))
+    assert len(all_items(tmp_path / "a.parquet", image_column="picture")) == 1
+    write_parquet(tmp_path / "b.parquet", [{"image": png(picture()), "label": "cat"}])
+    with pytest.raises(SourceError, match="label column holds whole numbers from 0 up, got 'cat'"):
+        open_source(str(tmp_path / "b.parquet"))
+
+
+def test_a_hugging_face_dataset_on_disk(tmp_path):
+    import datasets
+
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["ant", "bee"])})
+    rows = {"image": [Image.fromarray(picture(seed=i)) for i in range(3)], "label": [0, 1, 1]}
+    data = datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows, features=features)})
+    data.save_to_disk(tmp_path / "hf")
+    source = open_source(str(tmp_path / "hf"))
+    assert (source.count, source.classes) == (3, ["ant", "bee"])
+    for i, item in enumerate(source.items()):
+        np.testing.assert_array_equal(item.image, picture(seed=i))
+    with pytest.raises(SourceError, match="no split 'test'; it has train"):
+        open_source(str(tmp_path / "hf"), split="test")
+
+
+# CIFAR-10
+
+BATCH_SIZE = 6
+
+
+def cifar_rows(batch):
+    generator = np.random.default_rng(batch)
+    return generator.integers(0, 256, (BATCH_SIZE, 3072), dtype=np.uint8), generator.integers(0, 10, BATCH_SIZE)
+
+
+def write_cifar(folder: Path, form: str) -> None:
+    folder.mkdir(parents=True)
+    for batch, name in enumerate(
+        ["data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"]
+    ):
+        rows, labels = cifar_rows(batch)
+        if form == "python":
+            content = {
+                b"batch_label": b"x",
+                b"labels": labels.tolist(),
+                b"data": rows,
+                b"filenames": [b"a.png"] * BATCH_SIZE,
+            }
+            (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+        else:
+            binary = np.concatenate([labels[:, None].astype(np.uint8), rows], 1)
+            (folder / f"{name}.bin").write_bytes(binary.tobytes())
+
+
+@pytest.mark.parametrize("form", ["python", "binary"])
+@pytest.mark.parametrize("packing", ["folder", "parent", "tar"])
+def test_cifar10_distributions(tmp_path, form, packing):
+    name = "cifar-10-batches-py" if form == "python" else "cifar-10-batches-bin"
+    write_cifar(tmp_path / name, form)
+    where = {"folder": tmp_path / name, "parent": tmp_path, "tar": tmp_path / "cifar.tar.gz"}[packing]
+    if packing == "tar":
+        with tarfile.open(where, "w:gz") as tar:
+            tar.add(tmp_path / name, name)
+    for split, batches in (("train", range(5)), ("test", [5])):
+        items = all_items(where, split=split)
+        rows = np.concatenate([cifar_rows(b)[0] for b in batches])
+        labels = np.concatenate([cifar_rows(b)[1] for b in batches])
+        assert [item.label for item in items] == labels.tolist()
+        np.testing.assert_array_equal(items[3].image[5, 7], rows[3].reshape(3, 32, 32)[:, 5, 7])
+    assert open_source(str(where)).classes[9] == "truck"
+
+
+def test_cifar10_problems(tmp_path):
+    write_cifar(tmp_path / "c", "binary")
+    with pytest.raises(SourceError, match="splits train and test, got 'valid'"):
+        open_source(str(tmp_path / "c"), split="valid")
+    (tmp_path / "c" / "data_batch_3.bin").unlink()
+    with pytest.raises(SourceError, match="looks like CIFAR-10 but lacks data_batch_3.bin"):
+        open_source(str(tmp_path / "c"))
+    write_cifar(tmp_path / "d", "binary")
+    whole = (tmp_path / "d" / "data_batch_1.bin").read_bytes()
+    (tmp_path / "d" / "data_batch_1.bin").write_bytes(whole[:-5])
+    with pytest.raises(SourceError, match="rows of 3073 bytes, got .* cut short"):
+        all_items(tmp_path / "d")
+    with tarfile.open(tmp_path / "other.tar", "w") as tar:
+        tar.add(tmp_path / "c" / "data_batch_1.bin", "x.bin")
+    with pytest.raises(SourceError, match="not a CIFAR-10 tar"):
+        open_source(str(tmp_path / "other.tar"))
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path):
+    write_cifar(tmp_path / "c", "python")
+    evil = b"cos\nsystem\n(S'touch " + str(tmp_path / "owned").encode() + b"'\ntR."
+    (tmp_path / "c" / "data_batch_1").write_bytes(evil)
+    with pytest.raises(SourceError, match="asks for os.system, and only NumPy arrays are let in"):
+        all_items(tmp_path / "c")
+    assert not (tmp_path / "owned").exists()
+
+
+def pack(images: np.ndarray) -> bytes:
+    """The packed form's encoder: G, R-G, B-G, minus the median predictor."""
+    red, green, blue = np.moveaxis(images, -1, 0)
+    planes = np.stack([green, red - green, blue - green])
+    residual = np.zeros_like(planes)
+    for y in range(32):
+        for x in range(32):
+            left = planes[:, :, y, x - 1].astype(int) if x else np.zeros(planes.shape[:2], int)
+            above = planes[:, :, y - 1, x].astype(int) if y else np.zeros(planes.shape[:2], int)
+            corner = planes[:, :, y - 1, x - 1].astype(int) if x and y else np.zeros(planes.shape[:2], int)
+            guess = np.sort(np.stack([left, above, left + above - corner]), 0)[1]
+            residual[:, :, y, x] = (planes[:, :, y, x] - guess) % 256
+    return lzma.compress(residual.transpose(1, 0, 2, 3).tobytes())
+
+
+def test_cifar10_packed(tmp_path):
+    images = rng.integers(0, 256, (7, 32, 32, 3), dtype=np.uint8)
+    labels = np.arange(7, dtype=np.uint8)
+    for split, part in (("train", slice(0, 5)), ("test", slice(5, 7))):
+        (tmp_path / f"{split}_0.xz").write_bytes(pack(images[part]))
+        np.save(tmp_path / f"{split}_labels.npy", labels[part])
+    items = all_items(tmp_path)
+    np.testing.assert_array_equal(np.stack([item.image for item in items]), images[:5])
+    assert [item.label for item in all_items(tmp_path, split="test")] == [5, 6]
+    (tmp_path / "train_0.xz").write_bytes(b"junk")
+    with pytest.raises(SourceError, match="train_0.xz is damaged"):
+        all_items(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason="the packed CIFAR-10 is not at hand")
+def test_the_real_packed_cifar10_has_its_published_checksums():
+    spec = importlib.util.spec_from_file_location("unpack", SHARED / "cifar10" / "unpack.py")
+    unpack = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(unpack)
+    images, labels = unpack.load("test")  # checks SHA-1
+    items = all_items(SHARED / "cifar10", split="test")
+    np.testing.assert_array_equal(np.stack([item.image for item in items]), images)
+    assert [item.label for item in items] == labels.tolist()
