@@ -18,6 +18,7 @@ ALLOWED = {
     "adapters": {"adapters", "skips"},
     "saving": {"skips"},
     "data": {"data"},
+    "diffusion": {"diffusion", "data"},
     "backbones": {"backbones", "skips", "presets", "saving"},
     "cli": {"cli", "version"},
 }

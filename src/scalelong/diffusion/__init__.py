@@ -1,0 +1,1 @@
+"""The noise process, and the way back: sampling."""
