@@ -13,13 +13,16 @@ SOURCE = Path(__file__).parents[1] / "src" / "scalelong"
 ALLOWED = {
     "__init__": {"version"},
     "version": set(),
-    "presets": set(),
+    "presets": {"config"},
+    "config": {"skips"},
     "skips": {"skips"},
     "adapters": {"adapters", "skips"},
     "saving": {"skips"},
     "data": {"data"},
     "diffusion": {"diffusion", "data"},
+    "training": {"training", "data", "diffusion", "skips", "config"},
     "backbones": {"backbones", "skips", "presets", "saving"},
+    "experiment": {"backbones", "config", "data", "diffusion", "training"},
     "cli": {"cli", "version"},
 }
 

@@ -1,13 +1,12 @@
-"""Published sizes by name. A preset is data: which backbone, and the arguments that build it.
-
-Recipes (steps, batch, learning rate) will join each name when there is a trainer to use them.
-"""
+"""Published sizes and recipes by name. A preset is data: a network's arguments, and how it was trained."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from scalelong.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 
 Backbone = Literal["uvit", "unet"]
 
@@ -50,6 +49,9 @@ _DDPM_UNET = {  # the layout of the DDPM baselines (Ho et al. 2020)
 }
 
 MODEL_PRESETS: dict[str, ModelPreset] = {
+    "digits": _uvit(
+        "a small U-ViT of depth 12 for 8×8 digits", 8, 2, 64, 12, 4, in_channels=1, timestep_map="continuous"
+    ),
     "cifar10-uvit-xs": _uvit("U-ViT-XS/2 for 32×32 images; our size, for quick work", 32, 2, 256, 12, 4),
     "cifar10-uvit-s": _uvit("U-ViT-S/2 for CIFAR-10", 32, 2, 512, 12, 8),
     "cifar10-uvit-s-deep": _uvit("U-ViT-S/2 of depth 16 for CIFAR-10", 32, 2, 512, 16, 8),
@@ -106,3 +108,44 @@ def model_preset(name: str) -> ModelPreset:
     if name not in MODEL_PRESETS:
         raise ValueError(f"unknown preset {name!r}; the known ones are {', '.join(MODEL_PRESETS)}.")
     return MODEL_PRESETS[name]
+
+
+# The recipes of U-ViT's CIFAR-10 runs, and of DDPM's (paper §5, appendix). The time token is 999·t.
+_UVIT_CIFAR10 = TrainConfig(steps=500_000, batch_size=128, lr=2e-4, betas=(0.99, 0.999), warmup_steps=2500)
+_UNET_CIFAR10 = TrainConfig(
+    steps=800_000,
+    batch_size=128,
+    lr=2e-4,
+    betas=(0.9, 0.999),
+    weight_decay=0.0,
+    warmup_steps=5000,
+    clip_norm=1.0,
+)
+_DIGITS = TrainConfig(
+    steps=2000,
+    batch_size=64,
+    lr=1e-3,
+    warmup_steps=100,
+    ema_rates=(0.99, 0.999),
+    sample_every=500,
+    checkpoint_every=500,
+    log_every=10,
+    monitor_every=10,
+)
+_CONTINUOUS = {"timestep_map": "continuous"}
+
+RUN_PRESETS: dict[str, RunConfig] = {
+    "digits": RunConfig(model=ModelConfig(preset="digits"), data=DataConfig(flip=False), train=_DIGITS),
+    **{
+        name: RunConfig(model=ModelConfig(preset=name, changes=_CONTINUOUS), train=_UVIT_CIFAR10)
+        for name in ("cifar10-uvit-xs", "cifar10-uvit-s", "cifar10-uvit-s-deep")
+    },
+    "cifar10-unet": RunConfig(model=ModelConfig(preset="cifar10-unet"), process="ddpm", train=_UNET_CIFAR10),
+}
+
+
+def run_preset(name: str) -> RunConfig:
+    """Look a recipe up; an unknown name gets the list."""
+    if name not in RUN_PRESETS:
+        raise ValueError(f"there is no recipe named {name!r}; there is {', '.join(RUN_PRESETS)}.")
+    return RUN_PRESETS[name]

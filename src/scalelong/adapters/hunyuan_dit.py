@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -42,6 +42,12 @@ class HunyuanDiTAdapter(Adapter):
     def merge_weights(self, skip: LongSkip, placement: str) -> list[Tensor]:
         """Behind the norm: the skip's columns of `skip_linear`. Before it: none."""
         return [skip.block.skip_linear.weight[:, skip.main_channels :]] if placement == "norm" else []
+
+    def merge_inputs(
+        self, skip: LongSkip, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """The block's input and its `skip`; at "norm" the scale comes later."""
+        return args[0], kwargs["skip"]
 
 
 def _scale_skip(

@@ -7,7 +7,7 @@ shortcut that sees the raw concatenation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -93,6 +93,13 @@ class UNetAdapter(Adapter):
             return []
         resnet, main = skip.block, skip.main_channels
         return [resnet.norm1.weight[main:], resnet.norm1.bias[main:], resnet.conv_shortcut.weight[:, main:]]
+
+    def merge_inputs(
+        self, skip: LongSkip, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """The two parts of the concatenation; at "norm" the scale comes later."""
+        main, part = args[0].split([skip.main_channels, skip.shape.channels], 1)
+        return main, part
 
 
 def _scale_skips(

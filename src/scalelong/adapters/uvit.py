@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from scalelong.skips.scalers import scale_skip
 from scalelong.skips.sites import Adapter, LongSkip, SkipShape
 
 
@@ -32,6 +33,14 @@ class UViTAdapter(Adapter):
     def merge_weights(self, skip: LongSkip, placement: str) -> list[Tensor]:
         """The skip's columns of `skip_linear`."""
         return [skip.block.skip_linear.weight[:, skip.main_channels :]]
+
+    def merge_inputs(
+        self, skip: LongSkip, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """The block's two arguments, the skip times its coefficient."""
+        main, part = args
+        scale = getattr(skip.block, "skip_scale", None)
+        return main, part if scale is None else scale_skip(part, scale)
 
     def record(self, model: Any, entry: Mapping[str, Any] | None) -> None:
         """Into U-ViT's own config fields, so that its plain `from_pretrained` builds the scaling too."""

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from scalelong.cli import inspect
+from scalelong.cli import inspect, prepare, sample, train
 from scalelong.version import __version__
 
 app = typer.Typer(
@@ -18,7 +18,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
+for name, command in (
+    ("inspect", inspect.inspect),
+    ("prepare", prepare.prepare),
+    ("train", train.train),
+    ("sample", sample.sample),
+):
+    app.command(name, epilog=sys.modules[command.__module__].EXAMPLES)(command)
 
 
 def _print_version(wanted: bool) -> None:

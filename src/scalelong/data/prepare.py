@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from scalelong.data.files import sha256, sync, sync_folder
 from scalelong.data.sources import Item, Source, SourceError
 from scalelong.data.store import (
     FORMAT,
@@ -20,7 +20,6 @@ from scalelong.data.store import (
     Manifest,
     Store,
     open_store,
-    sha256,
     write_manifest,
 )
 
@@ -40,11 +39,11 @@ def prepare(
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
     try:
         _fill(work, source, progress)
-        _sync(work)
+        sync_folder(work)
         if out.is_dir():
             out.rmdir()
         work.rename(out)
-        _sync_folder(out.parent)
+        sync(out.parent)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
@@ -101,18 +100,3 @@ def _check_skipped(skipped: list[str], count: int) -> None:
             f"{len(skipped)} of {count} images could not be read, more than {MAX_SKIPPED:.0%}; the first:\n"
             f"  {shown}"
         )
-
-
-def _sync(folder: Path) -> None:
-    for file in folder.iterdir():
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

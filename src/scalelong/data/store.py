@@ -11,6 +11,8 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
+from scalelong.data.files import sha256
+
 FORMAT = "scalelong-store-1"
 IMAGES, LABELS, MANIFEST, VERIFIED = "images.npy", "labels.npy", "manifest.json", ".verified"
 _HEADER_BYTES = 128
@@ -121,12 +123,6 @@ class ImageWriter:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """The last file of a store."""
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=2, ensure_ascii=False), encoding="utf-8")
-
-
-def sha256(file: Path) -> str:
-    """Checksum of a file, read in pieces."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _verify(folder: Path, manifest: Manifest) -> None:

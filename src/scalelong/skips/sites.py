@@ -98,6 +98,12 @@ class Adapter(ABC):
         normalisation stands between the two.
         """
 
+    @abstractmethod
+    def merge_inputs(
+        self, skip: LongSkip, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """From a call of the merging block: the main path, and the skip as it meets it."""
+
     def record(self, model: Any, entry: Mapping[str, Any] | None) -> None:
         """Write what is attached into the model's config, or clear it, so that `save_pretrained` keeps it."""
         from diffusers.configuration_utils import FrozenDict

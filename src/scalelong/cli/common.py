@@ -1,0 +1,48 @@
+"""What the commands share: bars and printing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import typer
+
+
+def progress_bar(*, transient: bool = False) -> Any:
+    """A bar with rate and time left, on standard error, so that --json stays clean."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=transient,
+    )
+
+
+def tracked(items: Iterable[Any], total: int, description: str) -> Iterator[Any]:
+    """Iterate with a bar."""
+    with progress_bar() as bar:
+        task = bar.add_task(description, total=total, note="")
+        for item in items:
+            yield item
+            bar.advance(task)
+
+
+def print_result(result: dict[str, Any], as_json: bool, sentence: str) -> None:
+    """A sentence for people, or JSON for scripts."""
+    typer.echo(json.dumps(result, ensure_ascii=False, indent=2) if as_json else sentence)

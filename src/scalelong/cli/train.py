@@ -1,0 +1,115 @@
+"""`scalelong train`: train, or go on with, a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from scalelong.cli.common import print_result, progress_bar
+
+if TYPE_CHECKING:
+    from scalelong.config import RunConfig
+
+EXAMPLES = (
+    "Example: [bold]scalelong train cifar10-uvit-xs --data data/mine --scaling cs:0.7 "
+    "--set train.steps=20000 --out runs/mine[/]; the same again goes on where it stopped."
+)
+
+
+def train(
+    preset: Annotated[
+        str, typer.Argument(help="digits, cifar10-uvit-xs, cifar10-uvit-s, cifar10-unet, …")
+    ] = "digits",
+    data: Annotated[Path | None, typer.Option(help="A folder that prepare wrote; the digits without it.")] = None,
+    scaling: Annotated[str | None, typer.Option(help="cs:0.7, ls, 1/sqrt2, none, …")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a setting; may be given often.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; an existing run in it is resumed.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU where there is one.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
+) -> None:
+    """Train a preset on prepared data. Ctrl-C saves and stops; the same command goes on."""
+    from scalelong import experiment
+    from scalelong.config import with_overrides
+    from scalelong.presets import run_preset
+    from scalelong.training.guard import NonFiniteError
+
+    overrides = [*([f"model.scaling={scaling}"] if scaling else []), *(settings or [])]
+    config = with_overrides(run_preset(preset), overrides)
+    out = out or Path("runs") / f"{preset}-{config.model.scaling.replace('/', '-').replace(':', '-')}"
+    store = experiment.open_data(data)
+    config = experiment.fitted_to(config, store)
+    if dry_run:
+        _print_plan(config, out, len(store), as_json)
+        return
+    try:
+        done = _run(config, store, out, device)
+    except NonFiniteError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    step = config.train.steps if done else _last_step(out)
+    again = "" if done else " Stopped on request; the same command goes on from there."
+    print_result(
+        {"out": str(out), "done": done, "step": step},
+        as_json,
+        f"{out}: step {step:,} of {config.train.steps:,} is saved.{again} Next: scalelong sample {out}",
+    )
+
+
+def _run(config: RunConfig, store: Any, out: Path, device: str | None) -> bool:
+    from scalelong import experiment
+    from scalelong.training.fit import Progress
+
+    with progress_bar() as bar:
+        task = bar.add_task(
+            f"training {config.model.preset} {config.model.scaling}", total=config.train.steps, note=""
+        )
+
+        def show(progress: Progress) -> None:
+            bar.update(task, completed=progress.step)
+            if progress.loss is not None:
+                speed = bar.tasks[0].speed or 0.0
+                bar.update(task, note=f"loss {progress.loss:.4f}, {speed * config.train.batch_size:,.0f} images/s")
+
+        return experiment.train(config, store, out, device=device, show=show)
+
+
+def _last_step(out: Path) -> int:
+    from scalelong.training.checkpoint import load_latest
+    from scalelong.training.fit import CHECKPOINTS
+
+    found = load_latest(out / CHECKPOINTS)
+    return found.step if found else 0
+
+
+def _print_plan(config: RunConfig, out: Path, num_images: int, as_json: bool) -> None:
+    import torch
+
+    from scalelong.config import to_dict
+    from scalelong.experiment import build_model
+
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in build_model(config).parameters())
+    # Weights, gradients and Adam's two moments, and each average, in float32; activations come on top.
+    state_bytes = 4 * parameters * (4 + len(config.train.ema_rates))
+    plan = {
+        "out": str(out),
+        "images": num_images,
+        "parameters": parameters,
+        "state_gib": round(state_bytes / 2**30, 3),
+        "images_per_step": config.train.batch_size,
+        "epochs": round(config.train.steps * config.train.batch_size / num_images, 2),
+        "config": to_dict(config),
+    }
+    sentence = (
+        f"{json.dumps(plan['config'], indent=2, ensure_ascii=False)}\n"
+        f"{parameters:,} parameters; {plan['state_gib']} GiB for weights, gradients, optimiser and averages, "
+        f"activations not counted; {config.train.batch_size} images per step, {plan['epochs']} epochs of "
+        f"{num_images:,} images; nothing was written."
+    )
+    print_result(plan, as_json, sentence)

@@ -1,0 +1,195 @@
+"""What a run is made of: frozen dataclasses, to JSON and back, with `a.b=c` overrides. Unknown keys are errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+from scalelong.skips.sites import check_placement_name
+from scalelong.skips.spec import parse_scaling
+
+T = TypeVar("T")
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def _require(holds: bool, rule: str, value: Any) -> None:
+    if not holds:
+        raise ValueError(f"{rule}, got {value!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A model preset by name, changes to its arguments, and the scaling of its skips."""
+
+    preset: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    scaling: str = "none"
+    placement: str = "concat"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scaling", str(parse_scaling(self.scaling)))
+        check_placement_name(self.placement)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is done to the images. `condition` is "none" or "class"."""
+
+    condition: str = "none"
+    label_dropout: float = 0.1
+    flip: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.condition in ("none", "class"), "data.condition is none or class", self.condition)
+        _require(0 <= self.label_dropout < 1, "data.label_dropout lies in [0, 1)", self.label_dropout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The recipe. One step is one update of the weights, over `batch_size` images in `accumulate` pieces."""
+
+    steps: int
+    batch_size: int
+    lr: float
+    betas: tuple[float, float] = (0.99, 0.999)
+    weight_decay: float = 0.03
+    warmup_steps: int = 2500
+    clip_norm: float | None = None
+    accumulate: int = 1
+    precision: str = "fp32"
+    compile: bool = False
+    checkpoint_activations: bool = False
+    ema_rates: tuple[float, ...] = (0.999, 0.9999)
+    seed: int = 1234
+    log_every: int = 50
+    monitor_every: int = 50
+    sample_every: int = 5000
+    checkpoint_every: int = 5000
+    keep_checkpoints: int = 2
+    on_nonfinite: str = "stop"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "accumulate", "log_every", "monitor_every", "sample_every"):
+            _require(getattr(self, name) >= 1, f"train.{name} is at least 1", getattr(self, name))
+        for name in ("checkpoint_every", "keep_checkpoints"):
+            _require(getattr(self, name) >= 1, f"train.{name} is at least 1", getattr(self, name))
+        _require(
+            self.batch_size % self.accumulate == 0, "train.accumulate divides train.batch_size", self.accumulate
+        )
+        _require(self.lr > 0, "train.lr is positive", self.lr)
+        _require(
+            self.precision in ("fp32", "bf16", "fp16"), "train.precision is fp32, bf16 or fp16", self.precision
+        )
+        _require(all(0 <= r < 1 for r in self.ema_rates), "train.ema_rates lie in [0, 1)", self.ema_rates)
+        _require(len(self.ema_rates) >= 1, "train.ema_rates has at least one rate", self.ema_rates)
+        _require(
+            self.clip_norm is None or self.clip_norm > 0, "train.clip_norm is positive or none", self.clip_norm
+        )
+        _require(self.on_nonfinite == "stop", "train.on_nonfinite is stop", self.on_nonfinite)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run. `process` names the noise process: vp-sde or ddpm."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    process: str = "vp-sde"
+    train: TrainConfig
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Plain dicts and lists, ready for JSON."""
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return plain
+
+
+def from_dict(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
+    """Rebuild a config; every unknown, missing or mistyped entry is named with its path."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where.rstrip('.') or 'the config'} is a group of settings, got {data!r}.")
+    hints = typing.get_type_hints(cls)
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    for key in data:
+        if key not in known:
+            raise ValueError(f"unknown setting {where + key!r}; the known ones are {_names(known, where)}.")
+    for name, f in known.items():
+        if name not in data and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise ValueError(f"the setting {where + name!r} is missing.")
+    return cls(**{key: _typed(hints[key], value, where + key) for key, value in data.items()})
+
+
+def with_overrides(config: T, overrides: Iterable[str]) -> T:
+    """Apply `train.steps=100`-like settings in order."""
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals:
+            raise ValueError(f"a setting is NAME=VALUE, such as train.steps=1000; got {override!r}.")
+        config = _override(config, path.strip().split("."), text.strip(), path.strip())
+    return config
+
+
+def _override(config: Any, path: list[str], text: str, whole: str) -> Any:
+    known = {f.name for f in fields(config)}
+    if path[0] not in known:
+        where = whole.removesuffix(".".join(path))
+        raise ValueError(f"unknown setting {whole!r}; the known ones are {_names(known, where)}.")
+    current = getattr(config, path[0])
+    if isinstance(current, Mapping) and len(path) == 2:  # a free-form group: model.changes.hidden_size=64
+        return replace(config, **{path[0]: {**current, path[1]: _guess(text)}})
+    if is_dataclass(current):
+        if len(path) == 1:
+            raise ValueError(
+                f"{whole!r} is a group; set one of {_names({f.name for f in fields(current)}, whole + '.')}."
+            )
+        return replace(config, **{path[0]: _override(current, path[1:], text, whole)})
+    if len(path) > 1:
+        raise ValueError(f"unknown setting {whole!r}: {path[0]!r} is a single value.")
+    hint = typing.get_type_hints(type(config))[path[0]]
+    # "none" is a scaling and a condition: texts are taken as they stand.
+    return replace(config, **{path[0]: text if hint is str else _typed(hint, _guess(text), whole)})
+
+
+def _guess(text: str) -> Any:
+    """A value typed on the command line: none, true, numbers, comma lists, JSON; else the text itself."""
+    if text.lower() in ("none", "null"):
+        return None
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return [_guess(part) for part in text.split(",")] if "," in text else text
+
+
+def _typed(hint: Any, value: Any, where: str) -> Any:
+    """The value as the annotation wants it, or a sentence."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if is_dataclass(hint):
+        return from_dict(hint, value, where + ".")  # type: ignore[arg-type]
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        return _typed(next(a for a in args if a is not type(None)), value, where)
+    if origin is tuple:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if args[-1] is not Ellipsis and len(items) != len(args):
+            raise ValueError(f"{where} is {len(args)} values, got {value!r}.")
+        return tuple(_typed(args[0], item, where) for item in items)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, float) and value == int(value):
+        return int(value)  # 5e4
+    wanted = Mapping if origin is not None else hint
+    if not isinstance(value, wanted) or (isinstance(value, bool) and hint is not bool):
+        raise ValueError(f"{where} is {_KINDS.get(hint, 'a group of settings')}, got {value!r}.")
+    return value
+
+
+def _names(known: Iterable[str], where: str) -> str:
+    return ", ".join(where + name for name in sorted(known))

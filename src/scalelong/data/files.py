@@ -1,0 +1,29 @@
+"""Files that must be whole: checksums, and writes that have reached the disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def sha256(file: Path) -> str:
+    """Checksum of a file, read in pieces."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_folder(folder: Path) -> None:
+    """The folder and every file in it."""
+    for file in folder.iterdir():
+        sync(file)
+    sync(folder)

@@ -1,0 +1,219 @@
+"""A run from data to samples: read this first.
+
+store ─▶ loader ─▶ noise process ─▶ backbone ⟵ skips (the method)
+                        fit: step → guard → optimiser → EMA → signals → checkpoint
+                                                 ▼
+                                              sampler
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scalelong.backbones.build import build
+from scalelong.config import RunConfig, from_dict, to_dict
+from scalelong.data.loader import Loader
+from scalelong.data.prepare import prepare
+from scalelong.data.sources import digits
+from scalelong.data.store import Store, open_store
+from scalelong.diffusion.process import process_named
+from scalelong.diffusion.sampling import sample
+from scalelong.training import checkpoint
+from scalelong.training.ema import default_rate
+from scalelong.training.fit import CHECKPOINTS, Fit, Progress
+from scalelong.training.log import RunLog, environment
+from scalelong.training.step import Stepper
+
+CONFIG, ENVIRONMENT, SAMPLES = "config.json", "environment.json", "samples"
+# May differ between a run and its resumption: they change how long and how often, not what is computed.
+_MAY_CHANGE = ("steps", "log_every", "sample_every", "checkpoint_every", "keep_checkpoints")
+
+
+def train(
+    config: RunConfig,
+    store: Store,
+    out: Path,
+    *,
+    device: str | None = None,
+    show: Callable[[Progress], None] = lambda progress: None,
+) -> bool:
+    """Train a model into the folder `out`, or go on with the run that is there. True when it is done."""
+    config = fitted_to(config, store)
+    _open_run(config, out)
+    device = device or default_device()
+    model = build_model(config).to(device)
+    process = process_named(config.process)
+    label_dropout = config.data.label_dropout if config.data.condition == "class" else None
+    loader = Loader(
+        store, seed=config.train.seed, device=device, flip=config.data.flip, label_dropout=label_dropout
+    )
+    fit = Fit(config, Stepper(model, process, loader, config.train), out)
+    log = RunLog(out, resumed_at=fit.resume())
+
+    def save_grid(step: int) -> None:
+        rate = default_rate(list(config.train.ema_rates), step)
+        ema = next(ema for ema in fit.emas if ema.rate == rate)
+        with ema.applied_to(model):
+            images = draw(config, model, 16, seed=0)
+        model.train()
+        write_grid(images, out / SAMPLES / f"step-{step:09d}.png")
+
+    try:
+        return fit.run(log, show=show, sample=save_grid)
+    finally:
+        log.close()
+
+
+def fitted_to(config: RunConfig, store: Store) -> RunConfig:
+    """The config with what the data decides: image size, channels, and the number of classes."""
+    manifest = store.manifest
+    size: Any = manifest.height if manifest.height == manifest.width else [manifest.height, manifest.width]
+    changes = {**config.model.changes, "sample_size": size, "in_channels": manifest.channels}
+    if config.model.preset.endswith("unet"):
+        changes["out_channels"] = manifest.channels
+    if config.data.condition == "class":
+        if not store.num_classes:
+            raise ValueError(f"data.condition=class needs labels, and {store.folder} has none.")
+        changes["num_class_embeds"] = store.num_classes + (config.data.label_dropout > 0)  # the last one is null
+    return replace(config, model=replace(config.model, changes=changes))
+
+
+def build_model(config: RunConfig) -> nn.Module:
+    """The network with its scaling. The seed decides the weights; gates are drawn after them."""
+    torch.manual_seed(config.train.seed)
+    model = build(
+        config.model.preset, scaling=config.model.scaling, placement=config.model.placement, **config.model.changes
+    )
+    if config.train.checkpoint_activations:
+        model.enable_gradient_checkpointing()  # type: ignore[operator]
+    return model
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A trained model with averaged weights, and where they come from."""
+
+    config: RunConfig
+    model: nn.Module
+    step: int
+    ema_rate: float
+
+
+def load_run(folder: Path, *, ema_rate: float | None = None, device: str | None = None) -> LoadedRun:
+    """The newest whole checkpoint of a run, with the average of `ema_rate`, or the slowest that has settled."""
+    config = read_config(folder)
+    found = checkpoint.load_latest(folder / CHECKPOINTS)
+    if found is None:
+        raise ValueError(f"{folder} has no checkpoint yet; go on training it with: scalelong train --out {folder}")
+    rates = list(config.train.ema_rates)
+    if ema_rate is not None and ema_rate not in rates:
+        raise ValueError(f"the run keeps the averages {', '.join(map(str, rates))}, got {ema_rate}.")
+    rate = default_rate(rates, found.step) if ema_rate is None else ema_rate
+    model = build_model(config)
+    model.load_state_dict(found.tensors(f"ema-{rate}"), strict=False)
+    return LoadedRun(config, model.to(device or default_device()).eval(), found.step, rate)
+
+
+def draw(
+    config: RunConfig,
+    model: nn.Module,
+    count: int,
+    *,
+    seed: int = 0,
+    first: int = 0,
+    labels: Tensor | None = None,
+    **how: Any,
+) -> Tensor:
+    """Samples `first` … `first + count - 1` of a seed: [count, C, H, W] in [-1, 1].
+
+    A class-conditional model without labels draws each class in turn.
+    """
+    model.eval()
+    device = next(model.parameters()).device
+    channels, size = config.model.changes["in_channels"], config.model.changes["sample_size"]
+    height, width = (size, size) if isinstance(size, int) else size
+    indices = torch.arange(first, first + count, device=device)
+    if config.data.condition == "class":
+        classes = config.model.changes["num_class_embeds"] - (config.data.label_dropout > 0)
+        labels = indices % classes if labels is None else labels.to(device)
+    shape = (channels, height, width)
+    return sample(model, process_named(config.process), indices, shape, seed=seed, labels=labels, **how)
+
+
+def write_grid(images: Tensor, file: Path) -> None:
+    """A near-square picture of all images."""
+    import numpy as np
+    from PIL import Image
+
+    count, channels, height, width = images.shape
+    columns = int(np.ceil(np.sqrt(count)))
+    rows = -(-count // columns)
+    pixels = ((images.float().cpu() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).numpy()
+    grid = np.full((rows * (height + 1) + 1, columns * (width + 1) + 1, channels), 128, np.uint8)
+    for i, picture in enumerate(pixels.transpose(0, 2, 3, 1)):
+        top, left = (i // columns) * (height + 1) + 1, (i % columns) * (width + 1) + 1
+        grid[top : top + height, left : left + width] = picture
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scale = max(1, 256 // max(grid.shape[:2]))  # tiny images are shown larger, pixel by pixel
+    grid = grid.repeat(scale, 0).repeat(scale, 1)
+    Image.fromarray(grid[..., 0] if channels == 1 else grid).save(file)
+
+
+def read_config(folder: Path) -> RunConfig:
+    """A run folder's config.json."""
+    file = folder / CONFIG
+    if not file.is_file():
+        raise ValueError(
+            f"{folder} is no run folder: it has no {CONFIG}. scalelong train --out {folder} makes one."
+        )
+    try:
+        return from_dict(RunConfig, json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def default_device() -> str:
+    """The GPU, where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def open_data(path: Path | None) -> Store:
+    """A prepared dataset; without a path the digits, prepared once in the user's cache folder."""
+    if path is not None:
+        return open_store(path)
+    cached = Path("~/.cache/scalelong/digits").expanduser()
+    return open_store(cached) if cached.is_dir() else prepare(digits(), cached)
+
+
+def _open_run(config: RunConfig, out: Path) -> None:
+    """Make the run's folder, or check that the run in it is this one."""
+    if (out / CONFIG).is_file():
+        before, now = to_dict(read_config(out)), to_dict(config)
+        for key in _MAY_CHANGE:
+            before["train"].pop(key), now["train"].pop(key)
+        if before != now:
+            raise ValueError(
+                f"{out} holds another run: {', '.join(_differences(before, now))}. Choose another --out, or give "
+                "the same settings to go on with it."
+            )
+    elif out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty and holds no run; choose another --out.")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / CONFIG).write_text(json.dumps(to_dict(config), indent=2, ensure_ascii=False))
+    (out / ENVIRONMENT).write_text(json.dumps(environment(), indent=2))
+
+
+def _differences(before: Any, now: Any, where: str = "") -> list[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = sorted(before.keys() | now.keys())
+        return [
+            d for key in keys for d in _differences(before.get(key), now.get(key), f"{where}.{key}".lstrip("."))
+        ]
+    return [f"{where} was {before!r} and is {now!r}"] if before != now else []

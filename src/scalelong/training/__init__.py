@@ -1,0 +1,1 @@
+"""Training: step → guard → optimiser → EMA → signals → checkpoint."""

@@ -1,0 +1,172 @@
+"""The loop: update, average, log, sample, checkpoint; resume from where the newest whole checkpoint is."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scalelong.config import RunConfig
+from scalelong.training import checkpoint
+from scalelong.training.ema import EMA
+from scalelong.training.guard import NonFiniteError
+from scalelong.training.log import RunLog
+from scalelong.training.signals import Observer, Oscillation, Signals
+from scalelong.training.step import Stepper
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a progress bar shows after each update."""
+
+    step: int
+    steps: int
+    loss: float | None
+
+
+class Fit:
+    """A run in progress. Its whole state is the step number and tensors: all randomness derives from the step."""
+
+    def __init__(self, config: RunConfig, stepper: Stepper, folder: Path) -> None:
+        self.config = config.train
+        self.stepper = stepper
+        self.model = stepper.model
+        self.folder = folder
+        self.emas = [EMA(self.model, rate) for rate in self.config.ema_rates]
+        self.observer = Observer(self.model)
+        self.oscillation = Oscillation()
+        self.recent: list[Tensor] = []  # losses since the last log line
+        self.step = 0
+
+    def resume(self) -> int:
+        """Load the newest whole checkpoint, if there is one; returns the step it was made at."""
+        found = checkpoint.load_latest(self.folder / CHECKPOINTS)
+        if found is None:
+            return 0
+        self.model.load_state_dict(found.tensors("model"))
+        for ema in self.emas:
+            ema.load(found.tensors(f"ema-{ema.rate}"))
+        _load_optimiser(self.stepper, found.tensors("optimiser"))
+        self.stepper.scaler.load_state_dict(found.state["scaler"])
+        self.oscillation.load(found.state["oscillation"])
+        self.recent = [torch.tensor(loss, device=self.stepper.loader.device) for loss in found.state["recent"]]
+        self.step = found.step
+        return self.step
+
+    def save(self) -> Path:
+        """Write a checkpoint of the present step."""
+        tensors: dict[str, Any] = {"model": self.model.state_dict(), "optimiser": _optimiser_tensors(self.stepper)}
+        tensors |= {f"ema-{ema.rate}": ema.weights for ema in self.emas}
+        state = {
+            "step": self.step,
+            "scaler": self.stepper.scaler.state_dict(),
+            "oscillation": self.oscillation.state(),
+            "recent": [loss.item() for loss in self.recent],
+        }
+        return checkpoint.save(self.folder / CHECKPOINTS, tensors, state, self.config.keep_checkpoints)
+
+    def run(
+        self,
+        log: RunLog,
+        *,
+        show: Callable[[Progress], None] = lambda progress: None,
+        sample: Callable[[int], None] = lambda step: None,
+    ) -> bool:
+        """Train to the last step. True when done, False when Ctrl-C or SIGTERM ended it after a save."""
+        self.model.train()
+        with _Interruption() as interruption:
+            since, started = self.step, time.perf_counter()
+            while self.step < self.config.steps:
+                loss, norm, signals = self._update()
+                self.recent.append(loss)
+                if self.step % self.config.log_every == 0 or self.step == self.config.steps:
+                    self._log(log, norm, signals, (time.perf_counter() - started) / (self.step - since))
+                    since, started = self.step, time.perf_counter()
+                elif signals:
+                    log.write(self.step, signals=signals)
+                show(Progress(self.step, self.config.steps, loss.item() if self.step % 10 == 0 else None))
+                last = self.step == self.config.steps
+                if self.step % self.config.sample_every == 0 or last:
+                    sample(self.step)
+                if self.step % self.config.checkpoint_every == 0 or last or interruption.asked:
+                    self.save()
+                if interruption.asked:
+                    return False
+        return True
+
+    def _update(self) -> tuple[Tensor, Tensor, Signals]:
+        observed = (self.step + 1) % self.config.monitor_every == 0
+        with ExitStack() as stack:
+            if observed:
+                stack.enter_context(self.observer.watching())
+            try:
+                # A compiled graph would be built anew for the hooks: the observed step runs uncompiled.
+                loss, norm = self.stepper.update(self.step, self.model if observed else None)
+            except NonFiniteError:
+                self.save()  # the weights are still good
+                raise
+        signals = self.observer.signals() if observed else {}
+        for ema in self.emas:
+            ema.update(self.model)
+        self.step += 1
+        return loss, norm, signals
+
+    def _log(self, log: RunLog, norm: Tensor, signals: Signals, seconds: float) -> None:
+        main = {"loss": torch.stack(self.recent).mean().item(), "gradient norm": norm.item()}
+        self.recent = []
+        log.write(
+            self.step,
+            images=self.step * self.config.batch_size,
+            **main,
+            seconds_per_step=seconds,
+            signals=signals,
+            oscillation=self.oscillation.update(main | signals),
+        )
+
+
+class _Interruption:
+    """Turns Ctrl-C and SIGTERM into a request that is looked at between steps; a second Ctrl-C acts at once."""
+
+    def __enter__(self) -> _Interruption:
+        self.asked = False
+        self.before: dict[int, Any] = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self.before[number] = signal.signal(number, self._ask)
+            except ValueError:  # not the main thread: whoever runs this handles signals
+                return self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+def _optimiser_tensors(stepper: Stepper) -> dict[str, Tensor]:
+    """Adam's moments under the names of their parameters."""
+    state = stepper.optimiser.state
+    named = stepper.model.named_parameters()
+    return {f"{name}/{key}": value for name, p in named for key, value in state[p].items()}
+
+
+def _load_optimiser(stepper: Stepper, tensors: dict[str, Tensor]) -> None:
+    for name, p in stepper.model.named_parameters():
+        keys = ("step", "exp_avg", "exp_avg_sq")
+        state = {key: tensors[f"{name}/{key}"] for key in keys if f"{name}/{key}" in tensors}
+        if state:
+            device = {key: p.device if key != "step" else value.device for key, value in state.items()}
+            stepper.optimiser.state[p] = {key: value.to(device[key]) for key, value in state.items()}

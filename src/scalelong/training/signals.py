@@ -1,0 +1,113 @@
+"""Live stability signals of one step: norms at every skip, gradient norms per block, gate means.
+
+Observed every `train.monitor_every` steps with hooks that live for that step alone, so that the others pay nothing.
+The oscillation index of a signal x over its last 20 values is Σ|x_i - x_(i-1)| / Σ|x_i|: 0 for a constant, √2 for
+independent normal values around 0, 2 for one that changes its sign each time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scalelong.skips.apply import scaling_of
+from scalelong.skips.attach import adapter_for
+from scalelong.skips.sites import LongSkip
+
+Signals = dict[str, float]
+_WINDOW = 20
+
+
+class Observer:
+    """Watches the merges of a model's skips during one step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.adapter = adapter_for(model)
+        self.skips = self.adapter.find(model)
+        self.found: dict[str, Tensor] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Hooks on every merging block and every gate, for as long as the block lasts."""
+        handle = scaling_of(self.model)
+        with ExitStack() as stack:
+            for skip in self.skips:
+                hook = skip.block.register_forward_pre_hook(self._see_merge(skip), with_kwargs=True)
+                stack.callback(hook.remove)
+            for index, scale in enumerate(handle.scales if handle else []):
+                if (number := scale.number()) is not None:
+                    self.found[f"coefficient/{index}"] = torch.tensor(number)
+                else:
+                    stack.callback(scale.register_forward_hook(self._see_gate(index)).remove)
+            yield
+
+    def _see_merge(self, skip: LongSkip) -> Any:
+        def see(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            with torch.no_grad():
+                main, part = self.adapter.merge_inputs(skip, args, kwargs)
+                self.found[f"skip norm/{skip.index}"] = part.float().norm()
+                self.found[f"main norm/{skip.index}"] = main.float().norm()
+
+        return see
+
+    def _see_gate(self, index: int) -> Any:
+        def see(_: nn.Module, args: Any, output: Tensor) -> None:
+            self.found[f"coefficient/{index}"] = output.detach().float().mean()
+
+        return see
+
+    def signals(self) -> Signals:
+        """What was seen, with the gradients that are there now: one transfer from the device."""
+        values = dict(self.found)
+        for index in range(len(self.skips)):
+            values[f"skip to main/{index}"] = values[f"skip norm/{index}"] / values[f"main norm/{index}"]
+        values |= {f"gradient/{block}": norm for block, norm in gradient_norms(self.model).items()}
+        self.found = {}
+        numbers = torch.stack([v.to("cpu", torch.float64).reshape(()) for v in values.values()]).tolist()
+        return dict(zip(values, numbers, strict=True))
+
+
+def gradient_norms(model: nn.Module) -> dict[str, Tensor]:
+    """‖∇‖ of each block: parameters grouped by the first two parts of their names (`in_blocks.3`)."""
+    groups: dict[str, list[Tensor]] = defaultdict(list)
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            parts = name.split(".")
+            groups[".".join(parts[:2]) if len(parts) > 1 and parts[1].isdigit() else parts[0]].append(p.grad)
+    return {block: torch.nn.utils.get_total_norm(grads).float() for block, grads in groups.items()}
+
+
+class Oscillation:
+    """The oscillation index of each signal over its last 20 values."""
+
+    def __init__(self) -> None:
+        self.history: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
+
+    def state(self) -> dict[str, list[float]]:
+        """What a checkpoint keeps."""
+        return {name: list(values) for name, values in self.history.items()}
+
+    def load(self, state: Mapping[str, list[float]]) -> None:
+        """Go on from a checkpoint."""
+        for name, values in state.items():
+            self.history[name].extend(values)
+
+    def update(self, signals: Signals) -> Signals:
+        """Take the newest values and return the index of each signal that has at least three."""
+        for name, value in signals.items():
+            self.history[name].append(value)
+        return {name: oscillation_index(list(h)) for name, h in self.history.items() if len(h) >= 3}
+
+
+def oscillation_index(values: list[float]) -> float:
+    """Σ|x_i - x_(i-1)| / Σ|x_i|, over the same i."""
+    steps = sum(abs(b - a) for a, b in pairwise(values))
+    size = sum(abs(b) for b in values[1:])
+    return steps / size if size else 0.0

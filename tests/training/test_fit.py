@@ -1,0 +1,242 @@
+"""Real training runs of seconds, on the real digits."""
+
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from scalelong import experiment
+from scalelong.config import with_overrides
+from scalelong.data.prepare import prepare
+from scalelong.data.sources import digits
+from scalelong.presets import run_preset
+from scalelong.training import checkpoint
+from scalelong.training.guard import NonFiniteError
+from scalelong.training.log import read_metrics
+from scalelong.training.step import Stepper, parameter_groups, warmup
+
+SMALL = [
+    "model.changes.hidden_size=32",
+    "model.changes.num_layers=4",
+    "train.batch_size=32",
+    "train.warmup_steps=5",
+    "train.log_every=2",
+    "train.monitor_every=4",
+    "train.sample_every=1000",
+    "train.checkpoint_every=5",
+    "train.ema_rates=0.9,0.99",
+]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return prepare(digits(), tmp_path_factory.mktemp("data") / "digits")
+
+
+def config(*settings):
+    return with_overrides(run_preset("digits"), [*SMALL, *settings])
+
+
+def tensors_of(run):
+    found = checkpoint.load_latest(run / "checkpoints")
+    names = [f.stem for f in sorted(found.folder.glob("*.safetensors"))]
+    return found.step, {f"{name}/{k}": v for name in names for k, v in found.tensors(name).items()}
+
+
+def same(run, other):
+    (step, a), (other_step, b) = tensors_of(run), tensors_of(other)
+    assert step == other_step
+    assert a.keys() == b.keys()
+    return all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_the_loss_falls(store, tmp_path):
+    experiment.train(config("train.steps=120", "train.lr=3e-3"), store, tmp_path / "run")
+    losses = [row["loss"] for row in read_metrics(tmp_path / "run") if "loss" in row]
+    assert len(losses) == 60
+    assert np.mean(losses[-5:]) < 0.6 * np.mean(losses[:2])
+
+
+@pytest.mark.parametrize("settings", [["model.scaling=ls"], ["data.condition=class", "model.scaling=cs:0.7"]])
+def test_resume_is_exact(store, tmp_path, settings):
+    straight, halting = tmp_path / "straight", tmp_path / "halting"
+    experiment.train(config("train.steps=14", *settings), store, straight)
+    for halt in (5, 6, None):
+
+        def stop(progress, halt=halt):
+            if progress.step == halt:
+                signal.raise_signal(signal.SIGTERM)
+
+        done = experiment.train(config("train.steps=14", *settings), store, halting, show=stop)
+        assert done == (halt is None)
+    assert same(straight, halting)
+
+    def untimed(run):
+        return [{k: v for k, v in row.items() if k != "seconds_per_step"} for row in read_metrics(run)]
+
+    assert untimed(straight) == untimed(halting)
+
+
+def test_a_run_killed_at_any_moment_ends_bitwise_the_same(store, tmp_path):
+    code = f"""
+import sys
+from pathlib import Path
+from scalelong import experiment
+from scalelong.data.store import open_store
+from tests.training.test_fit import config
+print("up", flush=True)
+def show(progress):
+    print(progress.step, flush=True)
+experiment.train(config("train.steps=40", "model.scaling=ls-per-skip", "train.checkpoint_every=3"),
+                 open_store({str(store.folder)!r}), Path(sys.argv[1]), device="cpu", show=show)
+"""
+
+    def start(run):
+        return subprocess.Popen([sys.executable, "-c", code, run], stdout=subprocess.PIPE, text=True)
+
+    killed, whole = str(tmp_path / "killed"), str(tmp_path / "whole")
+    rng = np.random.default_rng(0)
+    for target in (8, 21):
+        process = start(killed)
+        for line in process.stdout:
+            if line.strip() != "up" and int(line) >= target:
+                time.sleep(rng.uniform(0, 0.02))  # somewhere in a step, or in a save
+                break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    for run in (killed, whole):
+        assert start(run).wait() == 0
+    assert same(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_ctrl_c_saves_and_the_same_call_goes_on(store, tmp_path):
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    experiment.train(config("train.steps=12"), store, straight)
+
+    def interrupt(progress):
+        if progress.step == 7:
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert not experiment.train(config("train.steps=12"), store, stopped, show=interrupt)
+    assert checkpoint.load_latest(stopped / "checkpoints").step == 7
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert experiment.train(config("train.steps=12"), store, stopped)
+    assert same(straight, stopped)
+
+
+def test_a_nan_stops_before_the_update_names_its_origin_and_loses_nothing(store, tmp_path, monkeypatch):
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    experiment.train(config("train.steps=7"), store, good)
+    plain = Stepper._loss
+
+    def poisoned(self, step, piece, forward):
+        block = self.model.in_blocks[1].mlp.fc2
+        if step == 7 and not block._forward_hooks:
+            block.register_forward_hook(lambda m, a, out: out * float("inf"))
+        return plain(self, step, piece, forward)
+
+    monkeypatch.setattr(Stepper, "_loss", poisoned)
+    with pytest.raises(NonFiniteError, match=r"step 7: the loss is not finite.*in_blocks\.1\.mlp\.fc2") as error:
+        experiment.train(config("train.steps=20"), store, bad)
+    assert error.value.step == 7
+    assert same(good, bad)
+
+
+def test_accumulation_changes_nothing_but_rounding(store, tmp_path):
+    for pieces in (1, 4):
+        experiment.train(config("train.steps=5", f"train.accumulate={pieces}"), store, tmp_path / str(pieces))
+    (_, a), (_, b) = tensors_of(tmp_path / "1"), tensors_of(tmp_path / "4")
+    for key in a:
+        if key.startswith("model/"):
+            torch.testing.assert_close(a[key], b[key], rtol=1e-3, atol=2e-4)
+
+
+def test_bf16_stays_near_fp32(store, tmp_path):
+    for precision in ("fp32", "bf16"):
+        experiment.train(config("train.steps=20", f"train.precision={precision}"), store, tmp_path / precision)
+    a, b = ([r["loss"] for r in read_metrics(tmp_path / p) if "loss" in r] for p in ("fp32", "bf16"))
+    np.testing.assert_allclose(a, b, rtol=0.03)
+
+
+def stepper(store, *settings):
+    from scalelong.data.loader import Loader
+    from scalelong.diffusion.process import process_named
+
+    run = experiment.fitted_to(config(*settings), store)
+    return Stepper(experiment.build_model(run), process_named(run.process), Loader(store, seed=0), run.train)
+
+
+def test_an_fp16_overflow_is_tried_again_on_the_same_batch(store):
+    step = stepper(store, "train.steps=1", "train.precision=fp16")
+    step.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    asked = []
+    plain = step.loader.batch
+    step.loader.batch = lambda start, size: asked.append(start) or plain(start, size)
+    loss, norm = step.update(0)
+    assert loss.isfinite()
+    assert norm.isfinite()
+    assert len(asked) > 1
+    assert set(asked) == {0}
+    assert step.scaler.get_scale() < 2.0**30
+    assert {int(s["step"]) for s in step.optimiser.state.values()} == {1}
+
+
+def test_warm_up_is_linear_and_then_constant(store):
+    assert [warmup(s, 4) for s in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert warmup(0, 0) == 1
+    step = stepper(store, "train.steps=3", "train.lr=0.1")
+    step.update(2)
+    assert step.optimiser.param_groups[0]["lr"] == pytest.approx(0.1 * 3 / 5)
+
+
+def test_gates_have_a_group_of_their_own(store):
+    model = experiment.build_model(experiment.fitted_to(config("model.scaling=ls"), store))
+    groups = {group["name"]: group["params"] for group in parameter_groups(model)}
+    assert sum(p.numel() for p in groups["gates"]) == 17 + 1 + 17 + 17
+    assert len(groups["weights"]) + len(groups["gates"]) == len(list(model.parameters()))
+
+
+def test_clipping_bounds_the_update(store):
+    free, clipped = stepper(store, "train.steps=1"), stepper(store, "train.steps=1", "train.clip_norm=1e-3")
+    (_, norm), (_, reported) = free.update(0), clipped.update(0)
+    assert reported == norm > 1e-3  # the norm before clipping is what is reported
+    total = torch.nn.utils.get_total_norm([p.grad for p in clipped.model.parameters() if p.grad is not None])
+    assert total == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_seeds_share_their_weights_across_scalings(store):
+    plain, gated = (
+        experiment.build_model(experiment.fitted_to(config(f"model.scaling={spec}"), store)).state_dict()
+        for spec in ("none", "ls")
+    )
+    assert set(gated) > set(plain)
+    assert [name for name, p in plain.items() if not torch.equal(p, gated[name])] == []
+
+
+def test_the_seed_decides_everything(store, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        experiment.train(config("train.steps=3", f"train.seed={seed}"), store, tmp_path / name)
+    assert same(tmp_path / "a", tmp_path / "b")
+    assert not same(tmp_path / "a", tmp_path / "c")
+
+
+def test_dropout_is_drawn_by_the_step(store, tmp_path):
+    unet = replace(
+        run_preset("cifar10-unet"),
+        data=config().data,
+        model=replace(
+            run_preset("cifar10-unet").model,
+            changes={"block_out_channels": [32, 32, 32, 32], "attention_head_dim": 32, "layers_per_block": 1},
+        ),
+    )
+    tiny = ["train.batch_size=4", "train.checkpoint_every=2", "train.sample_every=1000", "train.ema_rates=0.9"]
+    for name, halts in (("straight", (4,)), ("halting", (2, 4))):
+        for steps in halts:
+            experiment.train(with_overrides(unet, [*tiny, f"train.steps={steps}"]), store, tmp_path / name)
+    assert same(tmp_path / "straight", tmp_path / "halting")
