@@ -18,7 +18,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: install
-	$(BIN)/python examples/demo.py
+	$(BIN)/scalelong compare --out runs/demo
 
 lint: install
 	$(BIN)/ruff check .

@@ -23,6 +23,8 @@ ALLOWED = {
     "metrics": {"metrics", "data"},
     "training": {"training", "data", "diffusion", "skips", "config"},
     "backbones": {"backbones", "skips", "presets", "saving"},
+    "report": {"report", "config", "training"},
+    "comparison": {"config", "data"},
     "experiment": {"backbones", "config", "data", "diffusion", "training"},
     "cli": {"cli", "version"},
 }

@@ -43,8 +43,12 @@ def train(
     *,
     device: str | None = None,
     show: Callable[[Progress], None] = lambda progress: None,
+    judge: Callable[[nn.Module], dict[str, float]] | None = None,
 ) -> bool:
-    """Train a model into the folder `out`, or go on with the run that is there. True when it is done."""
+    """Train a model into the folder `out`, or go on with the run that is there. True when it is done.
+
+    `judge` gets the model with averaged weights whenever samples are drawn; what it finds is logged.
+    """
     config = fitted_to(config, store)
     _open_run(config, out)
     device = device or default_device()
@@ -61,9 +65,10 @@ def train(
         rate = default_rate(list(config.train.ema_rates), step)
         ema = next(ema for ema in fit.emas if ema.rate == rate)
         with ema.applied_to(model):
-            images = draw(config, model, 16, seed=0)
+            write_grid(draw(config, model, 16, seed=0), out / SAMPLES / f"step-{step:09d}.png")
+            if judge is not None:
+                log.write(step, quality=judge(model) | {"ema": rate})
         model.train()
-        write_grid(images, out / SAMPLES / f"step-{step:09d}.png")
 
     try:
         return fit.run(log, show=show, sample=save_grid)

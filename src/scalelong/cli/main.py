@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from scalelong.cli import evaluate, inspect, prepare, sample, train
+from scalelong.cli import compare, evaluate, inspect, prepare, sample, train
 from scalelong.version import __version__
 
 app = typer.Typer(
@@ -18,14 +18,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for name, command in (
-    ("inspect", inspect.inspect),
-    ("prepare", prepare.prepare),
-    ("train", train.train),
-    ("sample", sample.sample),
-    ("evaluate", evaluate.evaluate),
+for name, command, examples in (
+    ("inspect", inspect.inspect, inspect.EXAMPLES),
+    ("prepare", prepare.prepare, prepare.EXAMPLES),
+    ("train", train.train, train.EXAMPLES),
+    ("sample", sample.sample, sample.EXAMPLES),
+    ("evaluate", evaluate.evaluate, evaluate.EXAMPLES),
+    ("compare", compare.compare, compare.EXAMPLES),
+    ("report", compare.report, compare.REPORT_EXAMPLES),
 ):
-    app.command(name, epilog=sys.modules[command.__module__].EXAMPLES)(command)
+    app.command(name, epilog=examples)(command)
 
 
 def _print_version(wanted: bool) -> None:

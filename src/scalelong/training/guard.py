@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -49,6 +50,8 @@ def find_culprit(model: nn.Module, loss: Callable[[], Tensor]) -> str:
     with ExitStack() as stack:
         for module in names:
             stack.callback(module.register_full_backward_hook(after_backward).remove)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # torch's remarks on hooks at the edges of the graph
         loss().backward()
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     model.zero_grad()

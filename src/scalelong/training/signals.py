@@ -68,6 +68,9 @@ class Observer:
         values = dict(self.found)
         for index in range(len(self.skips)):
             values[f"skip to main/{index}"] = values[f"skip norm/{index}"] / values[f"main norm/{index}"]
+        for skip in self.skips:
+            gradients = [p.grad for p in skip.block.parameters() if p.grad is not None]
+            values[f"merge gradient/{skip.index}"] = torch.nn.utils.get_total_norm(gradients).float()
         values |= {f"gradient/{block}": norm for block, norm in gradient_norms(self.model).items()}
         self.found = {}
         numbers = torch.stack([v.to("cpu", torch.float64).reshape(()) for v in values.values()]).tolist()

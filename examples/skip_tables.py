@@ -1,6 +1,6 @@
 """Every scaling on a diffusers UNet and on U-ViT-S/2: the skip table, then one forward and backward pass.
 
-Run by `make demo`; needs no GPU and no download. `--quick` takes small nets (the tests do).
+Needs no GPU and no download. `--quick` takes small nets (the tests do).
 """
 
 import argparse

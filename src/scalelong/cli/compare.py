@@ -1,0 +1,114 @@
+"""`scalelong compare`: train several scalings side by side, and report."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from scalelong.cli.common import print_result, progress_bar
+
+if TYPE_CHECKING:
+    from scalelong.comparison import Member
+
+EXAMPLES = (
+    "Examples: [bold]scalelong compare[/] (the digits, five minutes on two cores) or "
+    "[bold]scalelong compare cifar10-uvit-xs --data data/mine --scalings none,cs:0.7,ls --seeds 0,1,2[/]"
+)
+
+
+def compare(
+    preset: Annotated[str, typer.Argument(help="A recipe; see scalelong train.")] = "digits",
+    data: Annotated[Path | None, typer.Option(help="A folder that prepare wrote; the digits without it.")] = None,
+    scalings: Annotated[str, typer.Option(help="Which, separated by commas.")] = "none,1/sqrt2,cs:0.7,ls",
+    seeds: Annotated[str, typer.Option(help="Which, separated by commas.")] = "0,1",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a setting of all runs.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The folder of the runs and the report.")] = Path("runs/compare"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
+) -> None:
+    """Train the same net with several scalings, same seeds and data, and write one report.html."""
+    from scalelong import experiment
+    from scalelong.comparison import DIGITS_SETTINGS, default_workers, members, run_all
+    from scalelong.config import with_overrides
+    from scalelong.presets import run_preset
+    from scalelong.report.page import write_report
+    from scalelong.report.runs import by_scaling, read_run, summary_rows
+
+    store = experiment.open_data(data)
+    small = DIGITS_SETTINGS if preset == "digits" else ()
+    base = with_overrides(run_preset(preset), [*small, *(settings or [])])
+    group = members(base, _split(scalings, "--scalings"), _seeds(seeds), out)
+    workers = default_workers(experiment.default_device())
+    with progress_bar() as bar:
+        tasks = [
+            bar.add_task(f"{m.scaling} seed {m.seed}", total=m.config.train.steps, note="waits") for m in group
+        ]
+        done = run_all(group, store.folder, workers=workers, watch=lambda _: _update(bar, tasks, group))
+        _update(bar, tasks, group)
+    if not all(done):
+        typer.echo("stopped; what was done is saved, and the same command goes on.", err=True)
+        raise typer.Exit(1)
+    runs = [read_run(m.folder) for m in group]
+    report = out / "report.html"
+    write_report(runs, report, command=shlex.join(["scalelong", *sys.argv[1:]]))
+    rows = summary_rows(by_scaling(runs))
+    _print_table(rows, as_json)
+    print_result({"report": str(report), "rows": rows}, as_json, f"The report with all curves: {report}")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
+) -> None:
+    """Write one report.html about runs that are there: curves, norms, gates, samples, with spread over seeds."""
+    from scalelong.report.page import write_report
+    from scalelong.report.runs import by_scaling, read_run, summary_rows
+
+    read = [read_run(folder) for folder in runs]
+    write_report(read, out, command=shlex.join(["scalelong", *sys.argv[1:]]))
+    rows = summary_rows(by_scaling(read))
+    _print_table(rows, as_json)
+    print_result({"report": str(out), "rows": rows}, as_json, f"The report with all curves: {out}")
+
+
+REPORT_EXAMPLES = "Example: [bold]scalelong report runs/none runs/cs-0.7 --out report.html[/]"
+
+
+def _update(bar: Any, tasks: list[Any], group: list[Member]) -> None:
+    from scalelong.training.log import METRICS, read_metrics
+
+    for task, member in zip(tasks, group, strict=True):
+        if (member.folder / METRICS).is_file():
+            rows = [row for row in read_metrics(member.folder) if "loss" in row]
+            if rows:
+                row = rows[-1]
+                rate = member.config.train.batch_size / row["seconds_per_step"]
+                bar.update(task, completed=row["step"], note=f"loss {row['loss']:.4f}, {rate:,.0f} images/s")
+
+
+def _print_table(rows: list[dict[str, str]], as_json: bool) -> None:
+    if as_json:
+        return
+    from scalelong.skips.summary import format_table
+
+    typer.echo("\n".join(format_table(rows)))
+
+
+def _split(text: str, name: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ValueError(f"{name} needs at least one entry, got {text!r}.")
+    return parts
+
+
+def _seeds(text: str) -> list[int]:
+    parts = _split(text, "--seeds")
+    if not all(part.isdigit() for part in parts):
+        raise ValueError(f"--seeds are whole numbers separated by commas, such as 0,1; got {text!r}.")
+    return [int(part) for part in parts]

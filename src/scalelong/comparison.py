@@ -1,0 +1,105 @@
+"""Several scalings on the same data, seeds and stream, side by side; what `scalelong compare` runs.
+
+Every run is a run folder of its own, so that an interrupted comparison goes on where it was.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from scalelong.config import RunConfig, with_overrides
+from scalelong.data.store import open_store
+
+SCALINGS = ("none", "1/sqrt2", "cs:0.7", "ls")
+SEEDS = (0, 1)
+# Sized for two CPU cores: eight runs of the digits within five minutes.
+DIGITS_SETTINGS = (
+    "train.steps=600",
+    "train.batch_size=32",
+    "train.sample_every=150",
+    "train.checkpoint_every=300",
+    "train.keep_checkpoints=1",
+    "model.changes.hidden_size=48",
+    "train.ema_rates=0.99",
+)
+_JUDGED_SAMPLES, _JUDGED_STEPS = 256, 20
+
+
+@dataclass(frozen=True)
+class Member:
+    """One run of a comparison."""
+
+    scaling: str
+    seed: int
+    folder: Path
+    config: RunConfig
+
+
+def members(base: RunConfig, scalings: Sequence[str], seeds: Sequence[int], out: Path) -> list[Member]:
+    """Every scaling with every seed; a scaling's runs differ from another's in nothing else."""
+    result = []
+    for seed in seeds:
+        for scaling in scalings:
+            name = scaling.replace("/", "-").replace(":", "-")
+            config = with_overrides(base, [f"model.scaling={scaling}", f"train.seed={seed}"])
+            result.append(Member(config.model.scaling, seed, out / f"{name}-seed{seed}", config))
+    return result
+
+
+def run_all(
+    group: Sequence[Member], data: Path, *, workers: int, watch: Callable[[list[bool]], None]
+) -> list[bool]:
+    """Train all, `workers` at a time, each in a process of one thread. `watch` is called twice a second."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
+        futures = [pool.submit(run_one, member, data) for member in group]
+        try:
+            while not all(future.done() for future in futures):
+                watch([future.done() for future in futures])
+                time.sleep(0.5)
+        except KeyboardInterrupt:
+            for future in futures:
+                future.cancel()
+        return list(_results(futures))
+
+
+def run_one(member: Member, data: Path) -> bool:
+    """Train one member; its samples are judged on pixels as it goes."""
+    from scalelong import experiment
+    from scalelong.metrics.evaluate import quality_of, reference_of
+    from scalelong.metrics.features import PixelFeatures
+
+    store = open_store(data)
+    config = experiment.fitted_to(member.config, store)
+    reference = reference_of(store, PixelFeatures())
+
+    def judge(model: nn.Module) -> dict[str, float]:
+        images = experiment.draw(config, model, _JUDGED_SAMPLES, seed=1, steps=_JUDGED_STEPS)
+        quality = quality_of([images], reference, PixelFeatures(), "")
+        return {"pixel_fid": quality.fid, "precision": quality.precision, "recall": quality.recall}
+
+    return experiment.train(config, store, member.folder, judge=judge)
+
+
+def default_workers(device: str) -> int:
+    """One run at a time on a GPU; on the CPU as many as there are cores."""
+    return 1 if device != "cpu" else max(1, len(os.sched_getaffinity(0)))
+
+
+def _results(futures: Sequence[Future[bool]]) -> Iterator[bool]:
+    for future in futures:
+        yield False if future.cancelled() else future.result()
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)

@@ -1,0 +1,1 @@
+"""Reports: read run folders, and nothing else."""

@@ -1,0 +1,97 @@
+"""The figures of a report, as SVG text. Each takes runs grouped by scaling; the range over seeds is a band."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from scalelong.report.runs import Run
+
+Groups = dict[str, list[Run]]
+_STYLE: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.fonttype": "none",
+    "figure.constrained_layout.use": True,
+}
+
+
+def curves(groups: Groups, path: Sequence[str], ylabel: str, *, log: bool = False) -> str:
+    """One line per scaling."""
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(6, 3.2))
+        for colour, (scaling, runs) in enumerate(groups.items()):
+            _band(axes, runs, path, f"C{colour}", scaling)
+        axes.set(xlabel="step", ylabel=ylabel)
+        if log:
+            axes.set_yscale("log")
+        axes.legend(frameon=False)
+        return _svg(figure)
+
+
+def per_skip(groups: Groups, signal: str, ylabel: str, *, log: bool = True) -> str:
+    """One small plot per scaling, one line per skip, from the outermost (dark) to the innermost (light)."""
+    with plt.rc_context(_STYLE):
+        figure, panels = plt.subplots(
+            1, len(groups), figsize=(2.5 * len(groups) + 1, 2.8), sharey=True, squeeze=False
+        )
+        for axes, (scaling, runs) in zip(panels[0], groups.items(), strict=True):
+            indices = _skips(runs, signal)
+            for i in indices:
+                colour = plt.get_cmap("viridis")(0.9 * i / max(1, len(indices) - 1))
+                _band(axes, runs, ("signals", f"{signal}/{i}"), colour, f"skip {i}")
+            axes.set(title=scaling, xlabel="step")
+            if log:
+                axes.set_yscale("log")
+        panels[0][0].set_ylabel(ylabel)
+        handles, labels = panels[0][-1].get_legend_handles_labels()
+        figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside right center")
+        return _svg(figure)
+
+
+def coefficients(groups: Groups) -> str:
+    """The coefficient of each skip at the end of training."""
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(6, 3))
+        for colour, (scaling, runs) in enumerate(groups.items()):
+            indices = _skips(runs, "coefficient")
+            for run in runs if indices else []:
+                values = [run.last("signals", f"coefficient/{i}") for i in indices]
+                label = scaling if run is runs[0] else None
+                axes.plot(indices, values, "o-", ms=3, color=f"C{colour}", label=label, alpha=0.8)
+        axes.set(xlabel="skip (0 = outermost)", ylabel="coefficient", ylim=(0, None))
+        axes.legend(frameon=False)
+        return _svg(figure)
+
+
+def _band(axes: Any, runs: list[Run], path: Sequence[str], colour: Any, label: str) -> None:
+    found = [run.series(*path) for run in runs]
+    found = [(steps, values) for steps, values in found if steps]
+    if not found:
+        return
+    common = sorted(set.intersection(*(set(steps) for steps, _ in found)))
+    table = [[dict(zip(steps, values, strict=True))[s] for s in common] for steps, values in found]
+    mean = [sum(column) / len(column) for column in zip(*table, strict=True)]
+    axes.plot(common, mean, color=colour, label=label, lw=1.2)
+    lowest, highest = ([f(column) for column in zip(*table, strict=True)] for f in (min, max))
+    axes.fill_between(common, lowest, highest, color=colour, alpha=0.2, lw=0)
+
+
+def _skips(runs: list[Run], signal: str) -> list[int]:
+    names = {key for run in runs for row in run.rows for key in row.get("signals", {})}
+    return sorted(int(name.rsplit("/", 1)[1]) for name in names if name.startswith(f"{signal}/"))
+
+
+def _svg(figure: Any) -> str:
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg")
+    plt.close(figure)
+    text = stream.getvalue()
+    return text[text.index("<svg") :]

@@ -1,0 +1,127 @@
+"""One self-contained report.html: no script, no link to anything outside."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalelong.report import figures
+from scalelong.report.runs import Run, by_scaling, summary_rows
+
+_TEMPLATE = Path(__file__).with_name("page.html.j2")
+
+
+def write_report(runs: list[Run], out: Path, command: str) -> None:
+    """Write the page for these runs."""
+    import jinja2
+
+    groups = by_scaling(runs)
+    first = runs[0]
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        title=f"Skip scaling on {first.config.model.preset}",
+        lead=_lead(runs),
+        rows=summary_rows(groups),
+        sections=_sections(groups),
+        grids=[(f"{r.scaling}, seed {r.config.train.seed}", _encode(r.grid)) for r in runs if r.grid],
+        caveats=_caveats(runs),
+        command=command,
+        hardware=_hardware(first),
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_suffix(".partial")
+    partial.write_text(page, encoding="utf-8")
+    partial.rename(out)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, what to see there, and the figure; `panels` are too wide for a narrow window and scroll."""
+
+    heading: str
+    text: str
+    svg: str
+    panels: bool = False
+
+
+def _sections(groups: dict[str, list[Run]]) -> list[Section]:
+    return [
+        Section(
+            "Loss",
+            "Mean squared error of the noise prediction; the band is the range over seeds.",
+            figures.curves(groups, ("loss",), "loss", log=True),
+        ),
+        Section(
+            "Quality against steps",
+            "Fréchet distance on pixels of the samples drawn on the way: lower is better.",
+            figures.curves(groups, ("quality", "pixel_fid"), "pixel FID", log=True),
+        ),
+        Section(
+            "Gradient norm",
+            "Of all parameters, before clipping.",
+            figures.curves(groups, ("gradient norm",), "gradient norm", log=True),
+        ),
+        Section(
+            "Feature norms at the skips",
+            "Norm of each skip as it meets the main path: the paper's Fig. 1 in small. Dark is outermost.",
+            figures.per_skip(groups, "skip norm", "norm of the scaled skip"),
+            panels=True,
+        ),
+        Section(
+            "Gradient norms at the skips",
+            "Of the block that merges each skip.",
+            figures.per_skip(groups, "merge gradient", "gradient norm"),
+            panels=True,
+        ),
+        Section(
+            "Skip against main path",
+            "The skip's norm over that of the main path which it meets.",
+            figures.per_skip(groups, "skip to main", "skip / main"),
+            panels=True,
+        ),
+        Section(
+            "Coefficients",
+            "What each skip is multiplied by at the end; for gates, their mean over tokens and images.",
+            figures.coefficients(groups),
+        ),
+    ]
+
+
+def _lead(runs: list[Run]) -> str:
+    config = runs[0].config
+    seeds = sorted({r.config.train.seed for r in runs})
+    return (
+        f"{len(runs)} runs of {config.train.steps:,} steps, batch {config.train.batch_size}, learning rate "
+        f"{config.train.lr:g}, seeds {', '.join(map(str, seeds))}. Runs of one seed share their first weights, "
+        "images, times and noise, and differ in the scaling of their long skips alone."
+    )
+
+
+def _caveats(runs: list[Run]) -> list[str]:
+    config = runs[0].config
+    seeds = len({r.config.train.seed for r in runs})
+    points = [
+        f"{seeds} seeds and {config.train.steps:,} steps: differences within the ± are noise.",
+        "The paper's claims are about longer training, deeper nets and FID on natural images; a short run on small "
+        "images can show how norms, gradients and gates behave, not whether samples of a full run are better.",
+        "The pixel distance has no eye: it sees statistics of pixels, not shapes.",
+    ]
+    if config.model.preset == "digits" and any(r.scaling.startswith("ls") for r in runs):
+        points.append(
+            "With 17 tokens the gate of ls has one hidden unit, which ReLU may switch off: only biases learn then."
+        )
+    if len({r.config.train.steps for r in runs}) > 1:
+        points.append("The runs have different lengths.")
+    return points
+
+
+def _hardware(run: Run) -> str:
+    e = run.environment
+    where = e["gpu"] or f"{e['machine']} CPU, {e['processor_threads']} thread(s) a run"
+    versions = f"torch {e['torch']}, diffusers {e['diffusers']}, scalelong {e['scalelong']}"
+    return f"{where}; {versions} at {e['commit'] or 'an unknown commit'}."
+
+
+def _encode(picture: Path | None) -> str:
+    return base64.b64encode(picture.read_bytes()).decode() if picture else ""

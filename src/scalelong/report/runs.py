@@ -1,0 +1,105 @@
+"""Run folders as tables of numbers, grouped by scaling, with their spread over seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scalelong.config import RunConfig, from_dict
+from scalelong.training.log import read_metrics
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder, read."""
+
+    folder: Path
+    config: RunConfig
+    environment: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    @property
+    def scaling(self) -> str:
+        """Its scaling, with the placement where that is not the paper's."""
+        placement = self.config.model.placement
+        return self.config.model.scaling + ("" if placement == "concat" else f" at {placement}")
+
+    def series(self, *path: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of a logged number: `series("loss")`, `series("signals", "skip norm/0")`."""
+        steps, values = [], []
+        for row in self.rows:
+            value: Any = row
+            for key in path:
+                value = value.get(key) if isinstance(value, dict) else None
+            if isinstance(value, (int, float)):
+                steps.append(row["step"])
+                values.append(float(value))
+        return steps, values
+
+    def last(self, *path: str, over: int = 1) -> float:
+        """The mean of the last `over` values; NaN where nothing was logged."""
+        values = self.series(*path)[1][-over:]
+        return sum(values) / len(values) if values else math.nan
+
+    @property
+    def grid(self) -> Path | None:
+        """The newest picture of samples."""
+        pictures = sorted((self.folder / "samples").glob("*.png"))
+        return pictures[-1] if pictures else None
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run folder; what is missing is named."""
+    try:
+        config = from_dict(RunConfig, json.loads((folder / "config.json").read_text()))
+        environment = json.loads((folder / "environment.json").read_text())
+        rows = read_metrics(folder)
+    except OSError as error:
+        raise ValueError(
+            f"{folder} is no run folder: {error}. scalelong train --out {folder} makes one."
+        ) from error
+    if not rows:
+        raise ValueError(f"{folder} has logged nothing yet; let it train a little first.")
+    return Run(folder, config, environment, rows)
+
+
+def by_scaling(runs: list[Run]) -> dict[str, list[Run]]:
+    """Runs of the same scaling together, in the order in which scalings first come."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.scaling, []).append(run)
+    return groups
+
+
+def spread(values: list[float]) -> tuple[float, float]:
+    """Mean, and half the range over seeds: with two or three seeds a deviation would say more than is known."""
+    finite = [v for v in values if not math.isnan(v)]
+    if not finite:
+        return math.nan, math.nan
+    return sum(finite) / len(finite), (max(finite) - min(finite)) / 2
+
+
+def summary_rows(groups: dict[str, list[Run]]) -> list[dict[str, str]]:
+    """One row per scaling: what the terminal and the page show."""
+    rows = []
+    for scaling, runs in groups.items():
+        rows.append(
+            {
+                "scaling": scaling,
+                "seeds": str(len(runs)),
+                "loss": _show([r.last("loss", over=10) for r in runs]),
+                "pixel FID": _show([r.last("quality", "pixel_fid") for r in runs]),
+                "gradient norm": _show([r.last("gradient norm", over=10) for r in runs]),
+                "its oscillation": _show([r.last("oscillation", "gradient norm") for r in runs]),
+                "ms per step": _show([1000 * r.last("seconds_per_step", over=10) for r in runs]),
+            }
+        )
+    return rows
+
+
+def _show(values: list[float]) -> str:
+    mean, half = spread(values)
+    return "–" if math.isnan(mean) else f"{mean:.4g} ± {half:.2g}"

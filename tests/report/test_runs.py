@@ -1,0 +1,49 @@
+import json
+import math
+
+import pytest
+
+from scalelong.config import ModelConfig, RunConfig, TrainConfig, to_dict
+from scalelong.report.runs import by_scaling, read_run, spread, summary_rows
+
+
+def make(folder, scaling, seed, losses):
+    folder.mkdir()
+    config = RunConfig(
+        model=ModelConfig(preset="digits", scaling=scaling),
+        train=TrainConfig(steps=10, batch_size=2, lr=1e-3, seed=seed),
+    )
+    (folder / "config.json").write_text(json.dumps(to_dict(config)))
+    (folder / "environment.json").write_text("{}")
+    rows = [{"step": i + 1, "loss": x, "signals": {"skip norm/0": 2 * x}} for i, x in enumerate(losses)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 99, "lo')
+    return folder
+
+
+def test_series_and_last_values(tmp_path):
+    run = read_run(make(tmp_path / "a", "ls", 0, [3.0, 1.0, 2.0]))
+    assert run.series("loss") == ([1, 2, 3], [3.0, 1.0, 2.0])  # the line that was cut short is left out
+    assert run.series("signals", "skip norm/0")[1] == [6.0, 2.0, 4.0]
+    assert run.last("loss", over=2) == 1.5
+    assert math.isnan(run.last("quality", "pixel_fid"))
+
+
+def test_groups_and_spread(tmp_path):
+    runs = [
+        read_run(make(tmp_path / name, scaling, seed, [loss]))
+        for name, scaling, seed, loss in (("a", "none", 0, 1.0), ("b", "ls", 0, 5.0), ("c", "none", 1, 2.0))
+    ]
+    groups = by_scaling(runs)
+    assert {k: len(v) for k, v in groups.items()} == {"none": 2, "ls": 1}
+    rows = summary_rows(groups)
+    assert rows[0]["loss"] == "1.5 ± 0.5"
+    assert rows[0]["pixel FID"] == "–"
+    assert spread([1.0, 4.0, 2.5]) == (2.5, 1.5)
+    assert all(math.isnan(v) for v in spread([]))
+
+
+def test_a_run_that_logged_nothing_says_so(tmp_path):
+    folder = make(tmp_path / "a", "none", 0, [])
+    (folder / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="has logged nothing yet"):
+        read_run(folder)

@@ -1,0 +1,119 @@
+"""A real, very small comparison, and the page that it ends in."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from scalelong import experiment
+from scalelong.cli import main
+from scalelong.cli.main import app
+from scalelong.comparison import DIGITS_SETTINGS, SCALINGS, SEEDS, members
+from scalelong.config import with_overrides
+from scalelong.presets import run_preset
+from scalelong.report.runs import read_run
+
+SETTINGS = [
+    "train.steps=6",
+    "train.sample_every=3",
+    "train.log_every=1",
+    "train.monitor_every=1",
+    "model.changes.hidden_size=32",
+    "model.changes.num_layers=4",
+    "train.batch_size=8",
+]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    out = tmp_path_factory.mktemp("compare") / "out"
+    args = ["compare", "--out", str(out), "--scalings", "none,cs:0.7,ls", "--seeds", "0,1", "--json"]
+    for setting in SETTINGS:
+        args += ["--set", setting]
+    result = CliRunner().invoke(app, args, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return out, json.loads(result.stdout), args
+
+
+def test_the_default_is_what_the_demo_promises():
+    base = with_overrides(run_preset("digits"), DIGITS_SETTINGS)
+    group = members(base, SCALINGS, SEEDS, Path("x"))
+    assert {m.scaling for m in group} == {"none", "1/sqrt2", "cs:0.7", "ls"}
+    assert len({m.seed for m in group}) >= 2
+    assert len({m.folder for m in group}) == 8
+    with_depth = experiment.build_model(with_overrides(base, ["model.changes.in_channels=1"]))
+    assert len(with_depth.out_blocks) == 6  # depth 12: with one skip cs would be none
+
+
+def test_runs_of_a_seed_differ_in_their_scaling_alone(compared):
+    out, _, _ = compared
+    configs = [json.loads((out / name / "config.json").read_text()) for name in ("none-seed0", "cs-0.7-seed0")]
+    for config in configs:
+        config["model"].pop("scaling")
+    assert configs[0] == configs[1]
+    first = [read_run(out / name).series("loss")[1][0] for name in ("none-seed0", "cs-0.7-seed0", "none-seed1")]
+    assert abs(first[0] - first[1]) < 0.05  # the same images, times and noise
+    assert first[0] != first[2]
+
+
+def test_the_table_has_a_row_per_scaling_with_its_spread(compared):
+    _, result, _ = compared
+    assert [row["scaling"] for row in result["rows"]] == ["none", "cs:0.7", "ls"]
+    for row in result["rows"]:
+        assert row["seeds"] == "2"
+        assert re.fullmatch(r"\S+ ± \S+", row["pixel FID"])
+
+
+def test_the_page_is_whole_and_needs_nothing_from_outside(compared):
+    out, _, _ = compared
+    page = (out / "report.html").read_text()
+    for heading in ("Loss", "Quality against steps", "Feature norms", "Gradient norms", "Coefficients", "Samples"):
+        assert f"<h2>{heading}" in page
+    assert page.count("<svg") == 7
+    assert page.count("data:image/png;base64,") == 6
+    assert "What this can and cannot show" in page
+    assert "scalelong" in page.split("How it was made")[1]
+    outside = re.findall(r'(?:src|href)="(?!data:|#)([^"]+)', page)
+    assert not outside
+    assert "<script" not in page
+
+
+@pytest.mark.slow
+def test_a_finished_comparison_is_not_trained_again(compared):
+    out, _, args = compared
+    before = {f: f.stat().st_mtime_ns for f in out.rglob("*.safetensors")}
+    result = CliRunner().invoke(app, args, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert {f: f.stat().st_mtime_ns for f in out.rglob("*.safetensors")} == before
+
+
+def test_report_reads_run_folders(compared, tmp_path):
+    out, _, _ = compared
+    page = tmp_path / "page.html"
+    runs = [str(out / "none-seed0"), str(out / "ls-seed0")]
+    result = CliRunner().invoke(app, ["report", *runs, "--out", str(page)], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "none" in result.stdout
+    assert page.read_text().count("data:image/png") == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["compare", "--seeds", "a"], "whole numbers separated by commas, such as 0,1; got 'a'"),
+        (["compare", "--scalings", ","], "--scalings needs at least one entry"),
+        (["compare", "--scalings", "cs:9"], "κ lies in"),
+        (["report", "nowhere"], "nowhere is no run folder"),
+    ],
+)
+def test_bad_usage_exits_2_with_a_sentence(args, says, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["scalelong", *args])
+    with pytest.raises(SystemExit) as stopped:
+        main.main()
+    assert stopped.value.code == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
