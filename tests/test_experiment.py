@@ -115,3 +115,15 @@ def test_without_a_path_the_digits_are_prepared_once(tmp_path, monkeypatch):
     assert len(experiment.open_data(None)) == 1797
     assert len(experiment.open_data(None)) == 1797
     assert (tmp_path / ".cache" / "scalelong" / "digits" / "manifest.json").is_file()
+
+
+def test_two_processes_may_prepare_the_digits_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    real = experiment.prepare
+
+    def slower(source, out):
+        real(source, out)  # the other process
+        return real(source, out)  # finds its place taken
+
+    monkeypatch.setattr(experiment, "prepare", slower)
+    assert len(experiment.open_data(None)) == 1797

@@ -23,7 +23,7 @@ ALLOWED = {
     "metrics": {"metrics", "data"},
     "training": {"training", "data", "diffusion", "skips", "config"},
     "backbones": {"backbones", "skips", "presets", "saving"},
-    "report": {"report", "config", "training"},
+    "report": {"report", "config", "data", "training"},
     "comparison": {"config", "data"},
     "experiment": {"backbones", "config", "data", "diffusion", "training"},
     "cli": {"cli", "version"},

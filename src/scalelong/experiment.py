@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from scalelong.backbones.build import build
 from scalelong.config import RunConfig, from_dict, to_dict
+from scalelong.data.files import write_whole
 from scalelong.data.loader import Loader
 from scalelong.data.prepare import prepare
-from scalelong.data.sources import digits
+from scalelong.data.sources import SourceError, digits
 from scalelong.data.store import Store, open_store
 from scalelong.diffusion.process import process_named
 from scalelong.diffusion.sampling import sample
@@ -194,7 +195,12 @@ def open_data(path: Path | None) -> Store:
     if path is not None:
         return open_store(path)
     cached = Path("~/.cache/scalelong/digits").expanduser()
-    return open_store(cached) if cached.is_dir() else prepare(digits(), cached)
+    try:
+        return open_store(cached) if cached.is_dir() else prepare(digits(), cached)
+    except (SourceError, OSError):
+        if cached.is_dir():  # another process was faster
+            return open_store(cached)
+        raise
 
 
 def _open_run(config: RunConfig, out: Path) -> None:
@@ -211,8 +217,8 @@ def _open_run(config: RunConfig, out: Path) -> None:
     elif out.is_dir() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty and holds no run; choose another --out.")
     out.mkdir(parents=True, exist_ok=True)
-    (out / CONFIG).write_text(json.dumps(to_dict(config), indent=2, ensure_ascii=False))
-    (out / ENVIRONMENT).write_text(json.dumps(environment(), indent=2))
+    write_whole(out / ENVIRONMENT, json.dumps(environment(), indent=2))
+    write_whole(out / CONFIG, json.dumps(to_dict(config), indent=2, ensure_ascii=False))
 
 
 def _differences(before: Any, now: Any, where: str = "") -> list[str]:

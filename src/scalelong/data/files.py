@@ -13,6 +13,14 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def write_whole(file: Path, text: str) -> None:
+    """Write a text so that a kill leaves the old file or the new one, never half of one."""
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    sync(partial)
+    partial.replace(file)
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or a folder's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -6,6 +6,7 @@ import base64
 from dataclasses import dataclass
 from pathlib import Path
 
+from scalelong.data.files import write_whole
 from scalelong.report import figures
 from scalelong.report.runs import Run, by_scaling, summary_rows
 
@@ -30,9 +31,7 @@ def write_report(runs: list[Run], out: Path, command: str) -> None:
         hardware=_hardware(first),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_suffix(".partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.rename(out)
+    write_whole(out, page)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from scalelong.data.files import write_whole
+
 METRICS = "metrics.jsonl"
 
 
@@ -19,7 +21,7 @@ class RunLog:
         self.file = folder / METRICS
         if self.file.is_file():
             kept = [row for row in read_metrics(folder) if row["step"] <= resumed_at]
-            self.file.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            write_whole(self.file, "".join(json.dumps(row) + "\n" for row in kept))
         self.stream = self.file.open("a")
         self.board = _tensorboard(folder, resumed_at)
 
