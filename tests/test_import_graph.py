@@ -26,6 +26,7 @@ ALLOWED = {
     "report": {"report", "config", "data", "training"},
     "comparison": {"config", "data"},
     "experiment": {"backbones", "config", "data", "diffusion", "training"},
+    "export": {"backbones", "diffusion", "experiment", "skips"},
     "cli": {"cli", "version"},
 }
 

@@ -36,6 +36,8 @@ _HOME = {
     "UViT": "scalelong.backbones.uvit",
     "build": "scalelong.backbones.build",
     "load": "scalelong.saving",
+    # Not ours: diffusers looks for its own base class in the module that a pipeline folder names.
+    "ModelMixin": "diffusers",
 }
 
 __all__ = [

@@ -145,5 +145,5 @@ def test_bad_requests_to_a_run(trained, data, monkeypatch, capsys):
 
 
 def test_every_command_has_an_example_in_its_help():
-    for command in ("inspect", "prepare", "train", "sample", "evaluate"):
+    for command in ("inspect", "prepare", "train", "sample", "evaluate", "export", "compare", "report"):
         assert f"scalelong {command}" in " ".join(run(command, "--help").split("Usage")[1].split()[3:])

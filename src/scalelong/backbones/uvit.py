@@ -258,6 +258,10 @@ class UViT(ModelMixin, ConfigMixin):
         return height // self.patch_size, width // self.patch_size
 
 
+# What pipeline folders name, and diffusers looks for among the modules that are imported: a public, stable path.
+UViT.__module__ = "scalelong"
+
+
 class UViTBlock(nn.Module):
     """Pre-norm attention and MLP; a decoder block first merges its skip: Linear(cat[x, κ·skip])."""
 

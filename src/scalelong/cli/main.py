@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from scalelong.cli import compare, evaluate, inspect, prepare, sample, train
+from scalelong.cli import compare, evaluate, export, inspect, prepare, sample, train
 from scalelong.version import __version__
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ for name, command, examples in (
     ("train", train.train, train.EXAMPLES),
     ("sample", sample.sample, sample.EXAMPLES),
     ("evaluate", evaluate.evaluate, evaluate.EXAMPLES),
+    ("export", export.export, export.EXAMPLES),
     ("compare", compare.compare, compare.EXAMPLES),
     ("report", compare.report, compare.REPORT_EXAMPLES),
 ):

@@ -1,0 +1,33 @@
+"""`scalelong export`: a run as a diffusers pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from scalelong.cli.common import print_result
+
+EXAMPLES = "Example: [bold]scalelong export runs/mine --out my_pipeline --fold[/]"
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    fold: Annotated[bool, typer.Option("--fold", help="Move a constant scaling into the weights.")] = False,
+    ema: Annotated[float | None, typer.Option(help="Which average of the weights.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
+) -> None:
+    """Write a diffusers pipeline folder around the averaged model. Unconditional runs so far."""
+    from scalelong import experiment
+    from scalelong.export import export as write
+
+    loaded = experiment.load_run(run, ema_rate=ema, device="cpu")
+    write(loaded, out, fold=fold)
+    print_result(
+        {"out": str(out), "step": loaded.step, "ema": loaded.ema_rate, "folded": fold},
+        as_json,
+        f"{out}: a DDIMPipeline of step {loaded.step:,}, averaged at {loaded.ema_rate}. "
+        f"Use it with: import scalelong; DiffusionPipeline.from_pretrained({str(out)!r})",
+    )
