@@ -62,6 +62,23 @@ def test_the_loss_falls(store, tmp_path):
     assert np.mean(losses[-5:]) < 0.6 * np.mean(losses[:2])
 
 
+def test_samples_come_nearer_to_the_data(store, tmp_path):
+    from scalelong.metrics.evaluate import quality_of, reference_of
+    from scalelong.metrics.features import PixelFeatures
+
+    run = experiment.fitted_to(config("train.steps=200", "train.lr=3e-3"), store)
+    reference = reference_of(store, PixelFeatures())
+
+    def distance(model):
+        images = experiment.draw(run, model, 128, steps=15)
+        return quality_of([images], reference, PixelFeatures(), "").fid
+
+    before = distance(experiment.build_model(run))
+    experiment.train(run, store, tmp_path / "run", device="cpu")
+    after = distance(experiment.load_run(tmp_path / "run", device="cpu").model)
+    assert after < before / 2
+
+
 @pytest.mark.parametrize("settings", [["model.scaling=ls"], ["data.condition=class", "model.scaling=cs:0.7"]])
 def test_resume_is_exact(store, tmp_path, settings):
     straight, halting = tmp_path / "straight", tmp_path / "halting"

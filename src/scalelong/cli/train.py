@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,6 +54,7 @@ def train(
     except NonFiniteError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
+    _write_report(out)
     step = config.train.steps if done else _last_step(out)
     again = "" if done else " Stopped on request; the same command goes on from there."
     print_result(
@@ -77,6 +80,15 @@ def _run(config: RunConfig, store: Any, out: Path, device: str | None) -> bool:
                 bar.update(task, note=f"loss {progress.loss:.4f}, {speed * config.train.batch_size:,.0f} images/s")
 
         return experiment.train(config, store, out, device=device, show=show)
+
+
+def _write_report(out: Path) -> None:
+    from scalelong.report.page import write_report
+    from scalelong.report.runs import read_run
+    from scalelong.training.log import read_metrics
+
+    if read_metrics(out):  # a run that was stopped before its first log line has nothing to show
+        write_report([read_run(out)], out / "report.html", command=shlex.join(["scalelong", *sys.argv[1:]]))
 
 
 def _last_step(out: Path) -> int:

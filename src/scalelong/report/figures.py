@@ -24,7 +24,9 @@ _STYLE: Any = {
 
 
 def curves(groups: Groups, path: Sequence[str], ylabel: str, *, log: bool = False) -> str:
-    """One line per scaling."""
+    """One line per scaling; empty where no run has logged it."""
+    if not any(run.series(*path)[0] for runs in groups.values() for run in runs):
+        return ""
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(6, 3.2))
         for colour, (scaling, runs) in enumerate(groups.items()):
@@ -38,6 +40,8 @@ def curves(groups: Groups, path: Sequence[str], ylabel: str, *, log: bool = Fals
 
 def per_skip(groups: Groups, signal: str, ylabel: str, *, log: bool = True) -> str:
     """One small plot per scaling, one line per skip, from the outermost (dark) to the innermost (light)."""
+    if not any(_skips(runs, signal) for runs in groups.values()):
+        return ""
     with plt.rc_context(_STYLE):
         figure, panels = plt.subplots(
             1, len(groups), figsize=(2.5 * len(groups) + 1, 2.8), sharey=True, squeeze=False
@@ -57,7 +61,9 @@ def per_skip(groups: Groups, signal: str, ylabel: str, *, log: bool = True) -> s
 
 
 def coefficients(groups: Groups) -> str:
-    """The coefficient of each skip at the end of training."""
+    """The coefficient of each skip at the end of training; empty where no run has any."""
+    if not any(_skips(runs, "coefficient") for runs in groups.values()):
+        return ""
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(6, 3))
         for colour, (scaling, runs) in enumerate(groups.items()):

@@ -24,7 +24,7 @@ def write_report(runs: list[Run], out: Path, command: str) -> None:
         title=f"Skip scaling on {first.config.model.preset}",
         lead=_lead(runs),
         rows=summary_rows(groups),
-        sections=_sections(groups),
+        sections=[section for section in _sections(groups) if section.svg],
         grids=[(f"{r.scaling}, seed {r.config.train.seed}", _encode(r.grid)) for r in runs if r.grid],
         caveats=_caveats(runs),
         command=command,
