@@ -117,3 +117,15 @@ def test_bad_usage_exits_2_with_a_sentence(args, says, monkeypatch, capsys, tmp_
     assert stopped.value.code == 2
     assert says in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_diverges_is_named_and_exits_1(monkeypatch, capsys, tmp_path):
+    settings = [x for s in (*SETTINGS, "train.lr=1e30", "train.warmup_steps=0") for x in ("--set", s)]
+    args = ["compare", "--out", str(tmp_path / "out"), "--scalings", "none", "--seeds", "0", *settings]
+    monkeypatch.setattr(sys, "argv", ["scalelong", *args])
+    with pytest.raises(SystemExit) as stopped:
+        main.main()
+    assert stopped.value.code == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert "is not finite; the first module with a non-finite" in error
+    assert "Traceback" not in error

@@ -123,7 +123,7 @@ def load_run(folder: Path, *, ema_rate: float | None = None, device: str | None 
         raise ValueError(f"the run keeps the averages {', '.join(map(str, rates))}, got {ema_rate}.")
     rate = default_rate(rates, found.step) if ema_rate is None else ema_rate
     model = build_model(config)
-    model.load_state_dict(found.tensors(f"ema-{rate}"), strict=False)
+    model.load_state_dict(found.tensors(f"ema-{rate}"))
     return LoadedRun(config, model.to(device or default_device()).eval(), found.step, rate)
 
 

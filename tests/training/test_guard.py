@@ -1,8 +1,10 @@
+import pickle
+
 import pytest
 import torch
 from torch import nn
 
-from scalelong.training.guard import find_culprit
+from scalelong.training.guard import NonFiniteError, find_culprit
 from tests.contracts.zoo import CASES
 
 
@@ -52,3 +54,9 @@ def test_a_bad_target_is_not_blamed_on_a_module():
 def test_what_does_not_happen_again_is_said_so():
     model = nn.Linear(2, 1)
     assert "did not happen again" in find_culprit(model, lambda: model(torch.ones(1, 2)).mean())
+
+
+def test_the_error_arrives_whole_from_another_process():
+    error = pickle.loads(pickle.dumps(NonFiniteError(7, "loss", "the first module is x")))
+    assert (error.step, error.culprit) == (7, "the first module is x")
+    assert "step 7: the loss is not finite; the first module is x" in str(error)

@@ -53,6 +53,6 @@ def main() -> None:
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
-    except OSError as error:
+    except (OSError, FloatingPointError) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(1)

@@ -39,7 +39,6 @@ def train(
     from scalelong import experiment
     from scalelong.config import with_overrides
     from scalelong.presets import run_preset
-    from scalelong.training.guard import NonFiniteError
 
     overrides = [*([f"model.scaling={scaling}"] if scaling else []), *(settings or [])]
     config = with_overrides(run_preset(preset), overrides)
@@ -49,11 +48,7 @@ def train(
     if dry_run:
         _print_plan(config, out, len(store), as_json)
         return
-    try:
-        done = _run(config, store, out, device)
-    except NonFiniteError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+    done = _run(config, store, out, device)
     _write_report(out)
     step = config.train.steps if done else _last_step(out)
     again = "" if done else " Stopped on request; the same command goes on from there."

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(FloatingPointError):
     """Training met a NaN or an infinity. Nothing was updated with it."""
 
     def __init__(self, step: int, what: str, culprit: str) -> None:
@@ -20,7 +20,12 @@ class NonFiniteError(RuntimeError):
             "bad update. A lower train.lr, train.clip_norm=1, bf16 in place of fp16 or a skip scaling may help."
         )
         self.step = step
+        self.what = what
         self.culprit = culprit
+
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, str, str]]:
+        # A comparison's runs are processes of their own: the error must arrive whole.
+        return type(self), (self.step, self.what, self.culprit)
 
 
 def find_culprit(model: nn.Module, loss: Callable[[], Tensor]) -> str:
