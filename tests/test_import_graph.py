@@ -26,7 +26,8 @@ ALLOWED = {
     "report": {"report", "config", "data", "training"},
     "comparison": {"config", "data"},
     "experiment": {"backbones", "config", "data", "diffusion", "training"},
-    "export": {"backbones", "diffusion", "experiment", "skips"},
+    "export": {"backbones", "diffusion", "experiment", "saving", "skips"},
+    "pipeline": set(),
     "cli": {"cli", "version"},
 }
 
@@ -99,4 +100,4 @@ print(len(scalelong.__all__) - 1, "apply" in dir(scalelong))
 try: scalelong.nothing
 except AttributeError as error: print("parse_scaling" in str(error))
 """
-    assert run(code) == "14 True\nTrue\n"
+    assert run(code) == "15 True\nTrue\n"

@@ -16,6 +16,7 @@ from scalelong.version import __version__
 if TYPE_CHECKING:
     from scalelong.backbones.build import build
     from scalelong.backbones.uvit import UViT
+    from scalelong.export import load_pipeline
     from scalelong.saving import load
     from scalelong.skips.apply import apply, find_skips, scaling_of
     from scalelong.skips.scalers import SkipScales
@@ -36,6 +37,7 @@ _HOME = {
     "UViT": "scalelong.backbones.uvit",
     "build": "scalelong.backbones.build",
     "load": "scalelong.saving",
+    "load_pipeline": "scalelong.export",
     # Not ours: diffusers looks for its own base class in the module that a pipeline folder names.
     "ModelMixin": "diffusers",
 }
@@ -54,6 +56,7 @@ __all__ = [
     "build",
     "find_skips",
     "load",
+    "load_pipeline",
     "parse_scaling",
     "scaling_of",
 ]

@@ -111,6 +111,16 @@ class LoadedRun:
     step: int
     ema_rate: float
 
+    @property
+    def num_classes(self) -> int | None:
+        """How many classes can be asked for; None where the run is unconditional."""
+        return num_classes(self.config)
+
+    @property
+    def null_class(self) -> int | None:
+        """The label that stands for no class; None where the run has none."""
+        return self.num_classes if self.config.data.label_dropout > 0 else None
+
 
 def load_run(folder: Path, *, ema_rate: float | None = None, device: str | None = None) -> LoadedRun:
     """The newest whole checkpoint of a run, with the average of `ema_rate`, or the slowest that has settled."""
@@ -147,10 +157,16 @@ def draw(
     height, width = (size, size) if isinstance(size, int) else size
     indices = torch.arange(first, first + count, device=device)
     if config.data.condition == "class":
-        classes = config.model.changes["num_class_embeds"] - (config.data.label_dropout > 0)
-        labels = indices % classes if labels is None else labels.to(device)
+        labels = indices % num_classes(config) if labels is None else labels.to(device)  # type: ignore[operator]
     shape = (channels, height, width)
     return sample(model, process_named(config.process), indices, shape, seed=seed, labels=labels, **how)
+
+
+def num_classes(config: RunConfig) -> int | None:
+    """How many classes a run that was fitted to its data knows, the null class left out."""
+    if config.data.condition != "class":
+        return None
+    return int(config.model.changes["num_class_embeds"]) - (config.data.label_dropout > 0)
 
 
 def write_grid(images: Tensor, file: Path) -> None:

@@ -1,34 +1,92 @@
-"""A run as a diffusers pipeline folder: a stock DDIMPipeline around the averaged model."""
+"""A run as a diffusers pipeline folder, and the way back: `load_pipeline`."""
 
 from __future__ import annotations
 
+import inspect
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 from scalelong.backbones.uvit import UViT
 from scalelong.diffusion.process import process_named
 from scalelong.diffusion.sampling import scheduler_for
 from scalelong.experiment import LoadedRun
+from scalelong.saving import load
 from scalelong.skips.apply import scaling_of
 
+INDEX = "model_index.json"
 
-def export(run: LoadedRun, out: Path, *, fold: bool = False) -> None:
-    """Write the pipeline. `fold` moves a constant scaling into the weights first.
 
-    A U-ViT needs `import scalelong` before `DiffusionPipeline.from_pretrained(out)`; a folded UNet needs nothing.
+def export(run: LoadedRun, out: Path, *, fold: bool = False) -> str:
+    """Write the pipeline, whole or not at all, and return the name of its class.
+
+    A stock DDIMPipeline where that computes the same: unconditional, and the scaling inside U-ViT or folded
+    into the weights. Else the folder carries `pipeline.py`.
     """
-    from diffusers import DDIMPipeline
-
-    if run.config.data.condition != "none":
-        raise ValueError("only unconditional runs can be exported so far; this one is class-conditional.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} already exists; choose another --out, or remove it first.")
-    handle = scaling_of(run.model)
-    if handle is not None and fold:
+    if fold and (handle := scaling_of(run.model)) is not None:
         handle.fold()
-    elif handle is not None and not isinstance(run.model, UViT):
+    pipeline = _pipeline(run)
+    work = out.with_name(f".partial-{out.name}")
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        pipeline.save_pretrained(work)
+        if type(pipeline).__module__.startswith("scalelong"):
+            _carry_code(work, type(pipeline))
+        if out.is_dir():
+            out.rmdir()
+        work.rename(out)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return type(pipeline).__name__
+
+
+def _pipeline(run: LoadedRun) -> Any:
+    from diffusers import DDIMPipeline
+
+    from scalelong.pipeline import ScaleLongPipeline
+
+    model = run.model.cpu()
+    scheduler = scheduler_for(process_named(run.config.process), "ddim")
+    keeps_scaling = scaling_of(model) is not None and not isinstance(model, UViT)
+    if run.config.data.condition == "none" and not keeps_scaling:
+        return DDIMPipeline(model, scheduler)
+    return ScaleLongPipeline(model, scheduler, num_classes=run.num_classes, null_class=run.null_class)
+
+
+def _carry_code(folder: Path, cls: type) -> None:
+    """Copy the class's file beside the weights, and name it in the index as diffusers wants it."""
+    source = Path(inspect.getfile(cls))
+    shutil.copyfile(source, folder / source.name)
+    index = json.loads((folder / INDEX).read_text())
+    index["_class_name"] = [source.stem, cls.__name__]
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def load_pipeline(folder: str | Path) -> Any:
+    """The pipeline that `scalelong export` wrote, its scaling included. No code from the folder is run."""
+    import diffusers
+
+    from scalelong.pipeline import ScaleLongPipeline
+
+    folder = Path(folder)
+    if not (folder / INDEX).is_file():
         raise ValueError(
-            "a stock pipeline would run this UNet without its scaling; use --fold (for constants trained with "
-            "model.placement=norm), or save the model alone and load it with scalelong.load."
+            f"{folder} is no pipeline: it has no {INDEX}. scalelong export RUN --out {folder} makes one."
         )
-    pipeline = DDIMPipeline(run.model.cpu(), scheduler_for(process_named(run.config.process), "ddim"))
-    pipeline.save_pretrained(out)
+    index = json.loads((folder / INDEX).read_text())
+    name = index["_class_name"]
+    ours = name == ["pipeline", ScaleLongPipeline.__name__]
+    if not ours and name != "DDIMPipeline":
+        raise ValueError(
+            f"load_pipeline opens what scalelong export wrote, and {folder} holds a {name}; use "
+            "diffusers.DiffusionPipeline.from_pretrained."
+        )
+    scheduler = diffusers.DDIMScheduler.from_pretrained(folder, subfolder="scheduler")
+    unet = load(folder, subfolder="unet")
+    if not ours:
+        return diffusers.DDIMPipeline(unet, scheduler)
+    return ScaleLongPipeline(unet, scheduler, num_classes=index["num_classes"], null_class=index["null_class"])

@@ -19,15 +19,15 @@ def export(
     ema: Annotated[float | None, typer.Option(help="Which average of the weights.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
-    """Write a diffusers pipeline folder around the averaged model. Unconditional runs so far."""
+    """Write a diffusers pipeline folder around the averaged model."""
     from scalelong import experiment
     from scalelong.export import export as write
 
     loaded = experiment.load_run(run, ema_rate=ema, device="cpu")
-    write(loaded, out, fold=fold)
+    pipeline = write(loaded, out, fold=fold)
     print_result(
-        {"out": str(out), "step": loaded.step, "ema": loaded.ema_rate, "folded": fold},
+        {"out": str(out), "pipeline": pipeline, "step": loaded.step, "ema": loaded.ema_rate, "folded": fold},
         as_json,
-        f"{out}: a DDIMPipeline of step {loaded.step:,}, averaged at {loaded.ema_rate}. "
-        f"Use it with: import scalelong; DiffusionPipeline.from_pretrained({str(out)!r})",
+        f"{out}: a {pipeline} of step {loaded.step:,}, averaged at {loaded.ema_rate}. "
+        f"Use it with: import scalelong; pipe = scalelong.load_pipeline({str(out)!r}); pipe(batch_size=4).images",
     )

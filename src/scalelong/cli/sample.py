@@ -35,11 +35,10 @@ def sample(
     loaded = experiment.load_run(run, ema_rate=ema, device=device)
     labels = None
     if label is not None:
-        if loaded.config.data.condition != "class":
+        if loaded.num_classes is None:
             raise ValueError(f"--class needs a class-conditional run, and {run} is not; leave it out.")
-        classes = loaded.config.model.changes["num_class_embeds"] - (loaded.config.data.label_dropout > 0)
-        if label >= classes:
-            raise ValueError(f"--class is in 0 … {classes - 1} for this run, got {label}.")
+        if label >= loaded.num_classes:
+            raise ValueError(f"--class is in 0 … {loaded.num_classes - 1} for this run, got {label}.")
         labels = torch.full((num,), label)
     images = experiment.draw(
         loaded.config,
