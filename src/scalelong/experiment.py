@@ -31,6 +31,7 @@ from scalelong.training.ema import default_rate
 from scalelong.training.fit import CHECKPOINTS, Fit, Progress
 from scalelong.training.log import RunLog, environment
 from scalelong.training.step import Stepper
+from scalelong.training.trackers import check_logger
 
 CONFIG, ENVIRONMENT, SAMPLES = "config.json", "environment.json", "samples"
 # May differ between a run and its resumption: they change how long and how often, not what is computed.
@@ -45,11 +46,14 @@ def train(
     device: str | None = None,
     show: Callable[[Progress], None] = lambda progress: None,
     judge: Callable[[nn.Module], dict[str, float]] | None = None,
+    logger: str = "tensorboard",
 ) -> bool:
     """Train a model into the folder `out`, or go on with the run that is there. True when it is done.
 
     `judge` gets the model with averaged weights whenever samples are drawn; what it finds is logged.
+    `logger` is tensorboard, wandb (both) or none; metrics.jsonl is always written.
     """
+    check_logger(logger)
     config = fitted_to(config, store)
     _open_run(config, out)
     device = device or default_device()
@@ -60,7 +64,7 @@ def train(
         store, seed=config.train.seed, device=device, flip=config.data.flip, label_dropout=label_dropout
     )
     fit = Fit(config, Stepper(model, process, loader, config.train), out)
-    log = RunLog(out, resumed_at=fit.resume())
+    log = RunLog(out, fit.resume(), logger, to_dict(config))
 
     def save_grid(step: int) -> None:
         rate = default_rate(list(config.train.ema_rates), step)
@@ -71,10 +75,8 @@ def train(
                 log.write(step, quality=judge(model) | {"ema": rate})
         model.train()
 
-    try:
+    with log:
         return fit.run(log, show=show, sample=save_grid)
-    finally:
-        log.close()
 
 
 def fitted_to(config: RunConfig, store: Store) -> RunConfig:
@@ -220,7 +222,15 @@ def open_data(path: Path | None) -> Store:
 
 
 def _open_run(config: RunConfig, out: Path) -> None:
-    """Make the run's folder, or check that the run in it is this one."""
+    """Make the run's folder, or go on with the one that is there."""
+    check_folder(config, out)
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(out / ENVIRONMENT, json.dumps(environment(), indent=2))
+    write_whole(out / CONFIG, json.dumps(to_dict(config), indent=2, ensure_ascii=False))
+
+
+def check_folder(config: RunConfig, out: Path) -> None:
+    """Refuse a folder that holds another run, or something else; writes nothing."""
     if (out / CONFIG).is_file():
         before, now = to_dict(read_config(out)), to_dict(config)
         for key in _MAY_CHANGE:
@@ -230,11 +240,8 @@ def _open_run(config: RunConfig, out: Path) -> None:
                 f"{out} holds another run: {', '.join(_differences(before, now))}. Choose another --out, or give "
                 "the same settings to go on with it."
             )
-    elif out.is_dir() and any(out.iterdir()):
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty and holds no run; choose another --out.")
-    out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / ENVIRONMENT, json.dumps(environment(), indent=2))
-    write_whole(out / CONFIG, json.dumps(to_dict(config), indent=2, ensure_ascii=False))
 
 
 def _differences(before: Any, now: Any, where: str = "") -> list[str]:

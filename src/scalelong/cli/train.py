@@ -32,6 +32,9 @@ def train(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; an existing run in it is resumed.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU where there is one.")] = None,
+    logger: Annotated[
+        str, typer.Option(help="tensorboard, wandb (both), or none; metrics.jsonl is always written.")
+    ] = "tensorboard",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
@@ -39,7 +42,9 @@ def train(
     from scalelong import experiment
     from scalelong.config import with_overrides
     from scalelong.presets import run_preset
+    from scalelong.training.trackers import check_logger
 
+    check_logger(logger)
     overrides = [*([f"model.scaling={scaling}"] if scaling else []), *(settings or [])]
     config = with_overrides(run_preset(preset), overrides)
     out = out or Path("runs") / f"{preset}-{config.model.scaling.replace('/', '-').replace(':', '-')}"
@@ -48,7 +53,7 @@ def train(
     if dry_run:
         _print_plan(config, out, len(store), as_json)
         return
-    done = _run(config, store, out, device)
+    done = _run(config, store, out, device, logger)
     _write_report(out)
     step = config.train.steps if done else _last_step(out)
     again = "" if done else " Stopped on request; the same command goes on from there."
@@ -59,7 +64,7 @@ def train(
     )
 
 
-def _run(config: RunConfig, store: Any, out: Path, device: str | None) -> bool:
+def _run(config: RunConfig, store: Any, out: Path, device: str | None, logger: str) -> bool:
     from scalelong import experiment
     from scalelong.training.fit import Progress
 
@@ -74,7 +79,7 @@ def _run(config: RunConfig, store: Any, out: Path, device: str | None) -> bool:
                 speed = bar.tasks[0].speed or 0.0
                 bar.update(task, note=f"loss {progress.loss:.4f}, {speed * config.train.batch_size:,.0f} images/s")
 
-        return experiment.train(config, store, out, device=device, show=show)
+        return experiment.train(config, store, out, device=device, show=show, logger=logger)
 
 
 def _write_report(out: Path) -> None:

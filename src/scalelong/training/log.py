@@ -1,4 +1,4 @@
-"""A run's record: metrics.jsonl, one line per entry, and TensorBoard events where that package is installed."""
+"""A run's record: metrics.jsonl, one line per entry, and the trackers that get the same numbers."""
 
 from __future__ import annotations
 
@@ -6,39 +6,65 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 from scalelong.data.files import write_whole
+from scalelong.training.trackers import trackers
 
 METRICS = "metrics.jsonl"
 
 
 class RunLog:
-    """Appends to metrics.jsonl. After a resume, lines from beyond the checkpoint are dropped first."""
+    """Appends to metrics.jsonl. After a resume, lines from beyond the checkpoint are dropped first.
 
-    def __init__(self, folder: Path, resumed_at: int = 0) -> None:
+    `logger` is tensorboard, wandb or none; `config` is what a tracker shows beside the curves.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        resumed_at: int = 0,
+        logger: str = "tensorboard",
+        config: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.file = folder / METRICS
         if self.file.is_file():
             kept = [row for row in read_metrics(folder) if row["step"] <= resumed_at]
             write_whole(self.file, "".join(json.dumps(row) + "\n" for row in kept))
+        self.trackers = trackers(logger, folder, resumed_at, config)
         self.stream = self.file.open("a")
-        self.board = _tensorboard(folder, resumed_at)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        self.close(failed=kind is not None)
 
     def write(self, step: int, **values: Any) -> None:
         """One line: the step and its values; groups of values may nest once."""
         self.stream.write(json.dumps({"step": step, **values}) + "\n")
         self.stream.flush()
-        for name, value in values.items():
-            for key, number in value.items() if isinstance(value, dict) else [("", value)]:
-                if self.board is not None and isinstance(number, (int, float)):
-                    self.board.add_scalar(f"{name}/{key}" if key else name, number, step)
+        numbers = {name: value for name, value in _flat(values) if isinstance(value, (int, float))}
+        for tracker in self.trackers:
+            tracker.log(step, numbers)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Let the files go."""
         self.stream.close()
-        if self.board is not None:
-            self.board.close()
+        for tracker in self.trackers:
+            tracker.close(failed)
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Groups as `group/name`."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}/{key}", inner) for key, inner in value.items())
+        else:
+            yield name, value
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -84,11 +110,3 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return run.stdout.strip()
-
-
-def _tensorboard(folder: Path, resumed_at: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at + 1 if resumed_at else None)
