@@ -53,6 +53,10 @@ def members(base: RunConfig, scalings: Sequence[str], seeds: Sequence[int], out:
             name = scaling.replace("/", "-").replace(":", "-")
             config = with_overrides(base, [f"model.scaling={scaling}", f"train.seed={seed}"])
             result.append(Member(config.model.scaling, seed, out / f"{name}-seed{seed}", config))
+    wanted = [(member.scaling, member.seed) for member in result]
+    if len(set(wanted)) < len(wanted):
+        scaling, seed = next(pair for pair in wanted if wanted.count(pair) > 1)
+        raise ValueError(f"a comparison has each scaling and seed once, got {scaling} with seed {seed} twice.")
     return result
 
 

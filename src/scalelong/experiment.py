@@ -25,7 +25,7 @@ from scalelong.data.prepare import prepare
 from scalelong.data.sources import SourceError, digits
 from scalelong.data.store import Store, open_store
 from scalelong.diffusion.process import process_named
-from scalelong.diffusion.sampling import sample
+from scalelong.diffusion.sampling import check_request, sample
 from scalelong.training import checkpoint
 from scalelong.training.ema import default_rate
 from scalelong.training.fit import CHECKPOINTS, Fit, Progress
@@ -153,6 +153,7 @@ def draw(
 
     A class-conditional model without labels draws each class in turn.
     """
+    check_drawing(config, **{key: how[key] for key in ("sampler", "steps", "guidance") if key in how})
     model.eval()
     device = next(model.parameters()).device
     channels, size = config.model.changes["in_channels"], config.model.changes["sample_size"]
@@ -162,6 +163,16 @@ def draw(
         labels = indices % num_classes(config) if labels is None else labels.to(device)  # type: ignore[operator]
     shape = (channels, height, width)
     return sample(model, process_named(config.process), indices, shape, seed=seed, labels=labels, **how)
+
+
+def check_drawing(config: RunConfig, *, sampler: str = "dpm++", steps: int = 50, guidance: float = 1.0) -> None:
+    """Refuse what a run cannot be asked for, before any long work."""
+    check_request(process_named(config.process), sampler, steps, guidance, config.data.condition == "class")
+    if guidance != 1 and config.data.label_dropout == 0:
+        raise ValueError(
+            f"guidance needs a run that also learned to draw without a class, and this one was trained with "
+            f"data.label_dropout=0; guidance is 1 for it, got {guidance}."
+        )
 
 
 def num_classes(config: RunConfig) -> int | None:
@@ -212,13 +223,24 @@ def open_data(path: Path | None) -> Store:
     """A prepared dataset; without a path the digits, prepared once in the user's cache folder."""
     if path is not None:
         return open_store(path)
-    cached = Path("~/.cache/scalelong/digits").expanduser()
+    cached = digits_folder()
     try:
         return open_store(cached) if cached.is_dir() else prepare(digits(), cached)
     except (SourceError, OSError):
         if cached.is_dir():  # another process was faster
             return open_store(cached)
         raise
+
+
+def digits_folder() -> Path:
+    """Where the digits are kept, once they were prepared."""
+    return Path("~/.cache/scalelong/digits").expanduser()
+
+
+def last_step(folder: Path) -> int:
+    """The step of a run's newest whole checkpoint; 0 where there is none."""
+    found = checkpoint.load_latest(folder / CHECKPOINTS)
+    return found.step if found else 0
 
 
 def _open_run(config: RunConfig, out: Path) -> None:

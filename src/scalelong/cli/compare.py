@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scalelong.cli.common import print_result, progress_bar
+from scalelong.cli.plan import comparison_plan, comparison_text, opened_data
 
 if TYPE_CHECKING:
     from scalelong.comparison import Member
@@ -29,27 +30,27 @@ def compare(
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a setting of all runs.")
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder of the runs and the report.")] = Path("runs/compare"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
     """Train the same net with several scalings, same seeds and data, and write one report.html."""
     from scalelong import experiment
-    from scalelong.comparison import DIGITS_SETTINGS, default_workers, members, run_all
+    from scalelong.comparison import DIGITS_SETTINGS, default_workers, members
     from scalelong.config import with_overrides
     from scalelong.presets import run_preset
     from scalelong.report.page import write_report
     from scalelong.report.runs import by_scaling, read_run, summary_rows
 
-    store = experiment.open_data(data)
     small = DIGITS_SETTINGS if preset == "digits" else ()
     base = with_overrides(run_preset(preset), [*small, *(settings or [])])
     group = members(base, _split(scalings, "--scalings"), _seeds(seeds), out)
-    workers = default_workers(experiment.default_device())
-    with progress_bar() as bar:
-        tasks = [
-            bar.add_task(f"{m.scaling} seed {m.seed}", total=m.config.train.steps, note="waits") for m in group
-        ]
-        done = run_all(group, store.folder, workers=workers, watch=lambda _: _update(bar, tasks, group))
-        _update(bar, tasks, group)
+    workers = min(len(group), default_workers(experiment.default_device()))
+    with opened_data(data, dry_run) as store:
+        plan = comparison_plan(group, store, out, workers)  # what is wrong with any run is told before the first
+        if dry_run:
+            print_result(plan, as_json, comparison_text(plan))
+            return
+        done = _run(group, store.folder, workers)
     if not all(done):
         typer.echo("stopped; what was done is saved, and the same command goes on.", err=True)
         raise typer.Exit(1)
@@ -78,6 +79,18 @@ def report(
 
 
 REPORT_EXAMPLES = "Example: [bold]scalelong report runs/none runs/cs-0.7 --out report.html[/]"
+
+
+def _run(group: list[Member], data: Path, workers: int) -> list[bool]:
+    from scalelong.comparison import run_all
+
+    with progress_bar() as bar:
+        tasks = [
+            bar.add_task(f"{m.scaling} seed {m.seed}", total=m.config.train.steps, note="waits") for m in group
+        ]
+        done = run_all(group, data, workers=workers, watch=lambda _: _update(bar, tasks, group))
+        _update(bar, tasks, group)
+    return done
 
 
 def _update(bar: Any, tasks: list[Any], group: list[Member]) -> None:

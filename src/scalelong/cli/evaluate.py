@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from scalelong.cli.common import print_result, tracked
+from scalelong.cli.plan import evaluation_plan, evaluation_text, opened_data
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from scalelong.config import RunConfig
+    from scalelong.data.store import Store
+    from scalelong.experiment import LoadedRun
 
 EXAMPLES = "Example: [bold]scalelong evaluate runs/mine --data data/mine --num 50000[/]"
 
@@ -27,27 +36,31 @@ def evaluate(
     batch: Annotated[int, typer.Option(min=2, help="Samples drawn at once.")] = 250,
     ema: Annotated[float | None, typer.Option(help="Which average of the weights.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
     """FID, KID, precision and recall of samples against data, with the protocol beside the numbers."""
     from scalelong import experiment
-    from scalelong.metrics.evaluate import batches, quality_of, reference_of
-    from scalelong.metrics.features import InceptionFeatures, PixelFeatures
+    from scalelong.metrics.evaluate import quality_of, reference_of, statistics_folder
+    from scalelong.metrics.features import KINDS, InceptionFeatures, PixelFeatures
 
-    if features not in ("inception", "pixels"):
+    if features not in KINDS:
         raise ValueError(f"--features is inception or pixels, got {features!r}.")
+    device = device or experiment.default_device()
     loaded = experiment.load_run(run, ema_rate=ema, device=device)
-    store = experiment.open_data(data)
-    network = PixelFeatures() if features == "pixels" else InceptionFeatures(inception, experiment.default_device())
-    cache = Path("~/.cache/scalelong/statistics").expanduser()
-    reference = reference_of(store, network, cache)
-    chunks = list(batches(num, batch))
-    how: dict[str, Any] = {"seed": seed, "guidance": guidance, "sampler": sampler, "steps": steps}
-    samples = (
-        experiment.draw(loaded.config, loaded.model, count, first=first, **how)
-        for first, count in tracked(chunks, len(chunks), f"sampling {num} images")
-    )
+    how: dict[str, Any] = {"guidance": guidance, "sampler": sampler, "steps": steps}
+    experiment.check_drawing(loaded.config, **how)
     settings = f"{sampler}, {steps} steps, w = {guidance}, seed {seed}, EMA {loaded.ema_rate}, step {loaded.step}"
+    with opened_data(data, dry_run) as store:
+        _check_size(loaded.config, store)
+        if dry_run:
+            planned = evaluation_plan(loaded, store, features, inception, settings, num=num, batch=batch, **how)
+            plan = {"run": str(run), **planned}
+            print_result(plan, as_json, evaluation_text(plan))
+            return
+        network = PixelFeatures() if features == "pixels" else InceptionFeatures(inception, device)
+        reference = reference_of(store, network, statistics_folder())
+    samples = _drawn(loaded, num, batch, seed=seed, **how)
     quality = quality_of(samples, reference, network, settings)
     print_result(
         {"run": str(run), "step": loaded.step, "ema": loaded.ema_rate, **quality.as_dict()},
@@ -56,3 +69,25 @@ def evaluate(
         f"KID {quality.kid:.3g} ± {quality.kid_deviation:.2g}, precision {quality.precision:.3f}, "
         f"recall {quality.recall:.3f}\n({quality.protocol})",
     )
+
+
+def _drawn(loaded: LoadedRun, num: int, batch: int, **how: Any) -> Iterator[Tensor]:
+    from scalelong import experiment
+    from scalelong.metrics.evaluate import batches
+
+    chunks = list(batches(num, batch))
+    for first, count in tracked(chunks, len(chunks), f"sampling {num} images"):
+        yield experiment.draw(loaded.config, loaded.model, count, first=first, **how)
+
+
+def _check_size(config: RunConfig, store: Store) -> None:
+    """Distances between images of different sizes say nothing about the run."""
+    size, channels = config.model.changes["sample_size"], config.model.changes["in_channels"]
+    drawn = (*([size, size] if isinstance(size, int) else size), channels)
+    held = (store.manifest.height, store.manifest.width, store.manifest.channels)
+    if drawn != held:
+        ours, theirs = ("{1}×{0}×{2}".format(*shape) for shape in (drawn, held))
+        raise ValueError(
+            f"the run draws images of {ours}, and {store.folder} holds {theirs}; give the data that the run was "
+            "trained on with --data."
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scalelong.cli.common import print_result, progress_bar
+from scalelong.cli.plan import opened_data, training_plan, training_text
 
 if TYPE_CHECKING:
     from scalelong.config import RunConfig
@@ -48,14 +48,15 @@ def train(
     overrides = [*([f"model.scaling={scaling}"] if scaling else []), *(settings or [])]
     config = with_overrides(run_preset(preset), overrides)
     out = out or Path("runs") / f"{preset}-{config.model.scaling.replace('/', '-').replace(':', '-')}"
-    store = experiment.open_data(data)
-    config = experiment.fitted_to(config, store)
-    if dry_run:
-        _print_plan(config, out, len(store), as_json)
-        return
-    done = _run(config, store, out, device, logger)
+    with opened_data(data, dry_run) as store:
+        config = experiment.fitted_to(config, store)
+        if dry_run:
+            plan = training_plan(config, store, out)
+            print_result(plan, as_json, training_text(plan))
+            return
+        done = _run(config, store, out, device, logger)
     _write_report(out)
-    step = config.train.steps if done else _last_step(out)
+    step = config.train.steps if done else experiment.last_step(out)
     again = "" if done else " Stopped on request; the same command goes on from there."
     print_result(
         {"out": str(out), "done": done, "step": step},
@@ -89,39 +90,3 @@ def _write_report(out: Path) -> None:
 
     if read_metrics(out):  # a run that was stopped before its first log line has nothing to show
         write_report([read_run(out)], out / "report.html", command=shlex.join(["scalelong", *sys.argv[1:]]))
-
-
-def _last_step(out: Path) -> int:
-    from scalelong.training.checkpoint import load_latest
-    from scalelong.training.fit import CHECKPOINTS
-
-    found = load_latest(out / CHECKPOINTS)
-    return found.step if found else 0
-
-
-def _print_plan(config: RunConfig, out: Path, num_images: int, as_json: bool) -> None:
-    import torch
-
-    from scalelong.config import to_dict
-    from scalelong.experiment import build_model
-
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in build_model(config).parameters())
-    # Weights, gradients and Adam's two moments, and each average, in float32; activations come on top.
-    state_bytes = 4 * parameters * (4 + len(config.train.ema_rates))
-    plan = {
-        "out": str(out),
-        "images": num_images,
-        "parameters": parameters,
-        "state_gib": round(state_bytes / 2**30, 3),
-        "images_per_step": config.train.batch_size,
-        "epochs": round(config.train.steps * config.train.batch_size / num_images, 2),
-        "config": to_dict(config),
-    }
-    sentence = (
-        f"{json.dumps(plan['config'], indent=2, ensure_ascii=False)}\n"
-        f"{parameters:,} parameters; {plan['state_gib']} GiB for weights, gradients, optimiser and averages, "
-        f"activations not counted; {config.train.batch_size} images per step, {plan['epochs']} epochs of "
-        f"{num_images:,} images; nothing was written."
-    )
-    print_result(plan, as_json, sentence)

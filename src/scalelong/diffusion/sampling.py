@@ -62,7 +62,7 @@ def sample(
     `guidance` is the usual w: ε_null + w (ε_class - ε_null); the paper's s is w - 1. The null class is the
     model's last.
     """
-    _check(process, sampler, steps, labels, guidance, model)
+    check_request(process, sampler, steps, guidance, conditional=labels is not None)
     predict = _guided(model, labels, guidance)
     x = Stream(seed, "sample").normal(indices, shape)
     if sampler == "em":
@@ -119,9 +119,8 @@ def _euler_maruyama(
     return x
 
 
-def _check(
-    process: Process, sampler: str, steps: int, labels: Tensor | None, guidance: float, model: nn.Module
-) -> None:
+def check_request(process: Process, sampler: str, steps: int, guidance: float, conditional: bool) -> None:
+    """Refuse what `sample` cannot do; `conditional` is whether it gets labels."""
     if sampler not in SAMPLERS:
         raise ValueError(f"unknown sampler {sampler!r}; the known ones are {', '.join(SAMPLERS)}.")
     if sampler == "em" and not isinstance(process, VPSDE):
@@ -130,7 +129,9 @@ def _check(
         )
     if not 1 <= steps <= NUM_TIMESTEPS:
         raise ValueError(f"steps is a whole number in 1 … {NUM_TIMESTEPS}, got {steps}.")
-    if guidance != 1 and labels is None:
+    if not math.isfinite(guidance):
+        raise ValueError(f"guidance is a number, 1 for none, got {guidance}.")
+    if guidance != 1 and not conditional:
         raise ValueError(
             f"guidance {guidance} needs class labels: this model is unconditional, or none were given."
         )

@@ -16,6 +16,7 @@ from scalelong.data.store import Store
 from scalelong.metrics.distances import Moments, frechet_distance, kernel_distance, precision_recall
 from scalelong.metrics.features import Features
 
+NEIGHBOURS = 3
 _NEIGHBOURS_FROM = 10_000  # precision and recall compare all pairs: enough images, not all
 
 
@@ -45,12 +46,9 @@ class Quality:
 
 def reference_of(store: Store, features: Features, cache: Path | None = None, batch: int = 250) -> Reference:
     """The data's side, computed once per store and kind of features, and kept under the store's checksum."""
-    file = None
-    if cache is not None:
-        key = hashlib.sha256(f"{store.checksum}/{features.name}".encode()).hexdigest()[:32]
-        file = cache / f"{key}.safetensors"
-        if file.is_file():
-            return _read(file)
+    file = cache and reference_file(store, features.name, cache)
+    if file is not None and file.is_file():
+        return _read(file)
     parts = (_images(store, start, batch) for start in range(0, len(store), batch))
     reference = _collect(features(images).cpu() for images in parts)
     if file is not None:
@@ -58,17 +56,35 @@ def reference_of(store: Store, features: Features, cache: Path | None = None, ba
     return reference
 
 
+def statistics_folder() -> Path:
+    """The user's cache of references."""
+    return Path("~/.cache/scalelong/statistics").expanduser()
+
+
+def reference_file(store: Store, features: str, cache: Path) -> Path:
+    """Where the reference of this data under features of this name is kept."""
+    key = hashlib.sha256(f"{store.checksum}/{features}".encode()).hexdigest()[:32]
+    return cache / f"{key}.safetensors"
+
+
+def protocol_of(features: str, num_samples: int, num_images: int, how_sampled: str) -> str:
+    """What a number has to be quoted with."""
+    return (
+        f"{features}; {num_samples} samples ({how_sampled}) against all {num_images} images of the data; KID over "
+        f"100 subsets of up to 1000; precision and recall with k = {NEIGHBOURS} on up to {_NEIGHBOURS_FROM} of each"
+    )
+
+
 def quality_of(samples: Iterable[Tensor], reference: Reference, features: Features, how_sampled: str) -> Quality:
     """Compare batches of samples, [B, C, H, W] in [-1, 1], with a reference."""
     fake = _collect(features(images).cpu() for images in samples)
+    for name, side in (("samples", fake), ("images in the data", reference)):
+        if len(side.features) <= NEIGHBOURS:
+            raise ValueError(f"precision and recall need more than {NEIGHBOURS} {name}, got {len(side.features)}.")
     kid, deviation = kernel_distance(reference.features, fake.features)
-    precision, recall = precision_recall(reference.features, fake.features)
-    protocol = (
-        f"{features.name}; {fake.moments.count} samples ({how_sampled}) against all {reference.moments.count} "
-        f"images of the data; KID over 100 subsets of up to 1000; precision and recall with k = 3 on up to "
-        f"{_NEIGHBOURS_FROM} of each"
-    )
+    precision, recall = precision_recall(reference.features, fake.features, k=NEIGHBOURS)
     fid = frechet_distance(reference.moments, fake.moments)
+    protocol = protocol_of(features.name, fake.moments.count, reference.moments.count, how_sampled)
     return Quality(fid, kid, deviation, precision, recall, protocol)
 
 

@@ -59,3 +59,9 @@ class InceptionFeatures:
         resized = F.interpolate(levels, (299, 299), mode="bilinear", align_corners=False)
         features: Tensor = self.network(resized * 2 - 1)
         return features.flatten(1).double()
+
+
+KINDS: dict[str, type[InceptionFeatures] | type[PixelFeatures]] = {
+    "inception": InceptionFeatures,
+    "pixels": PixelFeatures,
+}

