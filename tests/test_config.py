@@ -26,7 +26,7 @@ configs = st.builds(
         lr=st.floats(1e-9, 1),
         clip_norm=st.none() | st.floats(0.1, 10),
         ema_rates=st.lists(st.floats(0, 0.99999), min_size=1).map(tuple),
-        compile=st.booleans(),
+        execution=st.sampled_from(["auto", "eager", "compiled"]),
     ),
 )
 
@@ -50,7 +50,7 @@ def test_scalings_are_kept_in_their_shortest_form():
         ("train.clip_norm=none", lambda c: c.train.clip_norm is None),
         ("train.betas=0.9,0.95", lambda c: c.train.betas == (0.9, 0.95)),
         ("train.ema_rates=0.99", lambda c: c.train.ema_rates == (0.99,)),
-        ("train.compile=true", lambda c: c.train.compile is True),
+        ("train.ema_warmup=true", lambda c: c.train.ema_warmup is True),
         ("data.condition=class", lambda c: c.data.condition == "class"),
         ("model.scaling=cs:0.5", lambda c: c.model.scaling == "cs:0.5"),
         ("model.scaling=ls:ratio=8,act=mish", lambda c: c.model.scaling == "ls:ratio=8,act=mish"),
@@ -82,8 +82,8 @@ def test_later_overrides_win():
         ("train.steps=0", "train.steps is at least 1, got 0"),
         ("train.lr=fast", "train.lr is a number, got 'fast'"),
         ("train.betas=0.9", "train.betas is 2 values"),
-        ("train.compile=yes", "train.compile is true or false, got 'yes'"),
-        ("train.precision=fp8", "fp32, bf16 or fp16, got 'fp8'"),
+        ("train.ema_warmup=yes", "train.ema_warmup is true or false, got 'yes'"),
+        ("train.precision=fp8", "one of auto, fp32, bf16, fp16, got 'fp8'"),
         ("train.accumulate=3", "divides train.batch_size, got 3"),
         ("data.condition=text", "none or class, got 'text'"),
         ("data.label_dropout=1", r"lies in \[0, 1\), got 1.0"),

@@ -49,9 +49,17 @@ class DataConfig:
         _require(0 <= self.label_dropout < 1, "data.label_dropout lies in [0, 1)", self.label_dropout)
 
 
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+EXECUTIONS = ("auto", "eager", "compiled", "captured")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The recipe. One step is one update of the weights, over `batch_size` images in `accumulate` pieces."""
+    """The recipe. One step is one update of the weights, over `batch_size` images in `accumulate` pieces.
+
+    `precision` and `execution` decide how fast, not what: "auto" is fp32 and eager on a CPU, bf16 and a captured
+    graph of the compiled step on a GPU.
+    """
 
     steps: int
     batch_size: int
@@ -61,13 +69,14 @@ class TrainConfig:
     warmup_steps: int = 2500
     clip_norm: float | None = None
     accumulate: int = 1
-    precision: str = "fp32"
-    compile: bool = False
+    precision: str = "auto"
+    execution: str = "auto"
     checkpoint_activations: bool = False
     ema_rates: tuple[float, ...] = (0.999, 0.9999)
+    ema_warmup: bool = False
     seed: int = 1234
     log_every: int = 50
-    monitor_every: int = 50
+    monitor_every: int = 100
     sample_every: int = 5000
     checkpoint_every: int = 5000
     keep_checkpoints: int = 2
@@ -82,8 +91,12 @@ class TrainConfig:
             self.batch_size % self.accumulate == 0, "train.accumulate divides train.batch_size", self.accumulate
         )
         _require(self.lr > 0, "train.lr is positive", self.lr)
+        _require(self.precision in PRECISIONS, f"train.precision is one of {', '.join(PRECISIONS)}", self.precision)
+        _require(self.execution in EXECUTIONS, f"train.execution is one of {', '.join(EXECUTIONS)}", self.execution)
         _require(
-            self.precision in ("fp32", "bf16", "fp16"), "train.precision is fp32, bf16 or fp16", self.precision
+            (self.precision, self.execution) != ("fp16", "captured"),
+            "train.execution=captured takes bf16 or fp32, as fp16 tries a step again when it overflows",
+            self.precision,
         )
         _require(all(0 <= r < 1 for r in self.ema_rates), "train.ema_rates lie in [0, 1)", self.ema_rates)
         _require(len(self.ema_rates) >= 1, "train.ema_rates has at least one rate", self.ema_rates)
@@ -91,6 +104,17 @@ class TrainConfig:
             self.clip_norm is None or self.clip_norm > 0, "train.clip_norm is positive or none", self.clip_norm
         )
         _require(self.on_nonfinite == "stop", "train.on_nonfinite is stop", self.on_nonfinite)
+
+
+def resolved_for(config: TrainConfig, device: str) -> TrainConfig:
+    """The recipe with "auto" replaced by what it means on this kind of device."""
+    on_gpu = device.startswith("cuda")
+    precision = config.precision if config.precision != "auto" else "bf16" if on_gpu else "fp32"
+    fastest = "compiled" if precision == "fp16" else "captured"
+    execution = config.execution if config.execution != "auto" else fastest if on_gpu else "eager"
+    if execution == "captured" and not on_gpu:
+        raise ValueError(f"train.execution=captured needs a GPU, got the device {device!r}; use compiled or eager.")
+    return replace(config, precision=precision, execution=execution)
 
 
 @dataclass(frozen=True, kw_only=True)

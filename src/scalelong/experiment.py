@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.backbones.build import build
-from scalelong.config import RunConfig, from_dict, to_dict
+from scalelong.config import RunConfig, from_dict, resolved_for, to_dict
 from scalelong.data.files import write_whole
 from scalelong.data.loader import Loader
 from scalelong.data.prepare import prepare
@@ -54,9 +54,10 @@ def train(
     `logger` is tensorboard, wandb (both) or none; metrics.jsonl is always written.
     """
     check_logger(logger)
-    config = fitted_to(config, store)
-    _open_run(config, out)
     device = device or default_device()
+    config = fitted_to(config, store)
+    config = replace(config, train=resolved_for(config.train, device))
+    _open_run(config, out)
     model = build_model(config).to(device)
     process = process_named(config.process)
     label_dropout = config.data.label_dropout if config.data.condition == "class" else None

@@ -173,7 +173,7 @@ def store(tmp_path):
 
 def test_each_epoch_has_every_image_once_in_its_own_order(store):
     loader = Loader(store, seed=0)
-    epochs = [loader._rows(torch.arange(e * 50, (e + 1) * 50)) for e in range(2)]
+    epochs = [loader._rows(e * 50, 50) for e in range(2)]
     for rows in epochs:
         assert sorted(rows.tolist()) == list(range(50))
     assert epochs[0].tolist() != epochs[1].tolist()
@@ -193,7 +193,7 @@ def test_batches_are_slices_of_one_stream(store, resident):
 def test_pixels_are_scaled_and_half_of_them_flipped(store):
     plain, flipped = Loader(store, seed=0), Loader(store, seed=0, flip=True)
     a, b = plain.batch(0, 1000), flipped.batch(0, 1000)
-    row = int(plain._rows(torch.tensor([17])))
+    row = int(plain._rows(17, 1))
     np.testing.assert_allclose(a.images[17].permute(1, 2, 0), store.images[row] / 127.5 - 1, atol=1e-6)
     same = (a.images == b.images).flatten(1).all(1)
     mirrored = (a.images.flip(3) == b.images).flatten(1).all(1)
@@ -204,7 +204,7 @@ def test_pixels_are_scaled_and_half_of_them_flipped(store):
 def test_labels_follow_their_images_and_drop_to_the_null_class(store):
     loader = Loader(store, seed=0, label_dropout=0.0)
     batch = loader.batch(0, 50)
-    assert batch.labels.tolist() == [int(r) % 2 for r in loader._rows(torch.arange(50))]
+    assert batch.labels.tolist() == [int(r) % 2 for r in loader._rows(0, 50)]
     assert Loader(store, seed=0).batch(0, 5).labels is None
     dropped = Loader(store, seed=0, label_dropout=0.25).batch(0, 4000).labels
     assert 0.2 < (dropped == 2).float().mean() < 0.3

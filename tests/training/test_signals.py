@@ -34,6 +34,7 @@ def test_norms_at_the_merges_are_those_of_the_tensors_that_meet(case, placement)
     observer = Observer(model)
     with observer.watching():
         case.call(model).square().mean().backward()
+    observer.measure()
     signals = observer.signals()
     n = len(case.merges)
     assert all(signals[f"coefficient/{i}"] == 0.5 for i in range(n))
@@ -52,6 +53,7 @@ def test_the_outermost_skip_of_a_uvit_is_the_first_blocks_output():
     observer = Observer(model)
     with observer.watching():
         case.call(model).sum().backward()
+    observer.measure()
     signals = observer.signals()
     assert math.isclose(signals["skip norm/0"], seen["first"].norm().item(), rel_tol=1e-5)
     assert math.isclose(signals["main norm/0"], seen["before_last"].norm().item(), rel_tol=1e-5)
@@ -76,6 +78,7 @@ def test_gates_are_averaged():
     with observer.watching():
         case.call(model).sum().backward()
     want = [c.mean().item() for c in handle.coefficients(**case.inputs)]
+    observer.measure()
     signals = observer.signals()
     for i, mean in enumerate(want):
         assert math.isclose(signals[f"coefficient/{i}"], mean, rel_tol=1e-5)

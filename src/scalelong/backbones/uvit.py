@@ -20,6 +20,8 @@ from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
 from scalelong.backbones.block_scaling import branch_scale
+from scalelong.kernels.attention import attention
+from scalelong.kernels.gelu import linear_gelu
 from scalelong.saving import take_ownership
 from scalelong.skips.apply import apply, scaling_of
 from scalelong.skips.scalers import scale_skip
@@ -307,7 +309,7 @@ class SkipLinear(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, through torch's own fused kernel in the input's precision."""
+    """Multi-head self-attention in the input's precision."""
 
     def __init__(self, dim: int, num_heads: int, qkv_bias: bool) -> None:
         super().__init__()
@@ -317,8 +319,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
-        q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, H, N, d]
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.proj(attention(self.qkv(x), self.num_heads))
 
 
 class MLP(nn.Module):
@@ -331,7 +332,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
-        return self.fc2(F.gelu(self.fc1(x)))
+        return self.fc2(linear_gelu(x, self.fc1))
 
 
 class PatchEmbed(nn.Module):

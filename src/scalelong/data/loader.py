@@ -57,34 +57,45 @@ class Loader:
 
     def batch(self, start: int, size: int) -> Batch:
         """Images `start` … `start + size - 1` of the stream."""
-        indices = torch.arange(start, start + size)
-        rows = self._rows(indices)
-        indices = indices.to(self.device)
-        pixels = self._pixels(rows).permute(0, 3, 1, 2).to(torch.float32) / 127.5 - 1
+        return self.finish(*self.fetch(start, size), torch.arange(start, start + size, device=self.device))
+
+    def fetch(self, start: int, size: int) -> tuple[Tensor, Tensor | None]:
+        """The same images as the store has them: pixels [B, H, W, C] of 0 … 255, and labels."""
+        rows = self._rows(start, size)
+        if self.resident is not None:
+            pixels = self.resident[rows]
+        else:
+            pixels = torch.from_numpy(self.store.images[rows.cpu().numpy()])
+            pixels = pixels.pin_memory() if self.device.type == "cuda" else pixels
+        labelled = self.label_dropout is not None and self.labels is not None
+        return pixels, self.labels[rows] if labelled else None  # type: ignore[index]
+
+    def finish(self, pixels: Tensor, labels: Tensor | None, indices: Tensor) -> Batch:
+        """What is drawn by the position in the stream: flips and dropped labels. Operations on tensors alone."""
+        images = pixels.to(self.device).permute(0, 3, 1, 2).to(torch.float32) / 127.5 - 1
         if self.flips is not None:
             flipped = (self.flips.bits(indices, 1)[:, 0] & 1).bool()
-            pixels = torch.where(flipped[:, None, None, None], pixels.flip(3), pixels)
-        return Batch(pixels.contiguous(), self._labels(rows, indices), indices)
+            images = torch.where(flipped[:, None, None, None], images.flip(3), images)
+        if labels is not None and self.drops is not None:
+            dropped = self.drops.uniform(indices) < (self.label_dropout or 0)
+            labels = torch.where(dropped, self.store.num_classes, labels)
+        return Batch(images.contiguous(), labels, indices)
 
-    def _rows(self, indices: Tensor) -> Tensor:
-        """Which images of the store these are: each epoch has its own order, and a batch may span two."""
-        epochs, positions = indices // len(self.store), indices % len(self.store)
-        parts = [self._order(int(epoch))[positions[epochs == epoch]] for epoch in epochs.unique()]
-        return torch.cat(parts)
+    def buffers(self, size: int) -> tuple[Tensor, Tensor | None]:
+        """Empty tensors on the device that a fetch of `size` images fits into."""
+        pixels, labels = self.fetch(0, 1)
+        room = torch.empty((size, *pixels.shape[1:]), dtype=pixels.dtype, device=self.device)
+        return room, None if labels is None else labels.new_empty(size)
+
+    def _rows(self, start: int, size: int) -> Tensor:
+        """Which images of the store these are: each epoch has its own order, and a batch may span some."""
+        parts = []
+        while size:
+            epoch, position = divmod(start, len(self.store))
+            part = self._order(epoch)[position : position + size]
+            parts.append(part)
+            start, size = start + len(part), size - len(part)
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _shuffled(self, epoch: int) -> Tensor:
-        return permutation(self.seed, "order", epoch, len(self.store))
-
-    def _pixels(self, rows: Tensor) -> Tensor:
-        if self.resident is not None:
-            return self.resident[rows.to(self.device)]
-        return torch.from_numpy(self.store.images[rows.numpy()]).to(self.device)
-
-    def _labels(self, rows: Tensor, indices: Tensor) -> Tensor | None:
-        if self.label_dropout is None or self.labels is None:
-            return None
-        labels = self.labels[rows.to(self.device)]
-        if self.drops is None:
-            return labels
-        dropped = self.drops.uniform(indices) < self.label_dropout
-        return torch.where(dropped, self.store.num_classes, labels)
+        return permutation(self.seed, "order", epoch, len(self.store)).to(self.device)

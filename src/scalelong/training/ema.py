@@ -12,16 +12,19 @@ from torch import Tensor, nn
 class EMA:
     """θ̄ ← rate · θ̄ + (1 - rate) · θ after each update; starts at the first weights, as the paper's does."""
 
-    def __init__(self, model: nn.Module, rate: float) -> None:
+    def __init__(self, model: nn.Module, rate: float, *, warmup: bool = False) -> None:
         self.rate = rate
+        self.warmup = warmup
         self.weights = {name: p.detach().clone().float() for name, p in model.named_parameters()}
 
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        """One step of the average."""
-        names, parameters = zip(*model.named_parameters(), strict=True)
-        averages = [self.weights[name] for name in names]
-        torch._foreach_lerp_(averages, [p.detach().float() for p in parameters], 1 - self.rate)
+    def weight(self, step: Tensor, keep: Tensor) -> Tensor:
+        """How far update number `step` moves the average to the weights: 1 - rate, times `keep`, 1 or 0.
+
+        With warm-up the rate starts at 1/10 and grows as (1 + step)/(10 + step).
+        """
+        if not self.warmup:
+            return keep * (1 - self.rate)
+        return keep * torch.clamp(9 / (10 + step), min=1 - self.rate)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from saved averages, matched by name."""
@@ -40,6 +43,14 @@ class EMA:
             finally:
                 for name, p in model.named_parameters():
                     p.copy_(live[name])
+
+
+def move_averages(averages: list[list[Tensor]], parameters: list[Tensor], weights: list[Tensor]) -> None:
+    """θ̄ += weight · (θ - θ̄), all averages of all parameters. A weight of 0 leaves every bit as it was."""
+    for average, weight in zip(averages, weights, strict=True):
+        change = torch._foreach_sub(parameters, average)
+        torch._foreach_mul_(change, weight)
+        torch._foreach_add_(average, change)
 
 
 def default_rate(rates: list[float], step: int) -> float:

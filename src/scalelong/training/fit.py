@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ from torch import Tensor
 
 from scalelong.config import RunConfig
 from scalelong.training import checkpoint
-from scalelong.training.ema import EMA
 from scalelong.training.guard import NonFiniteError
 from scalelong.training.log import RunLog
-from scalelong.training.signals import Observer, Oscillation, Signals
+from scalelong.training.signals import Oscillation, Signals
 from scalelong.training.step import Stepper
 
 CHECKPOINTS = "checkpoints"
@@ -41,10 +39,11 @@ class Fit:
         self.stepper = stepper
         self.model = stepper.model
         self.folder = folder
-        self.emas = [EMA(self.model, rate) for rate in self.config.ema_rates]
-        self.observer = Observer(self.model)
+        self.emas = stepper.emas
         self.oscillation = Oscillation()
         self.recent: list[Tensor] = []  # losses since the last log line
+        # Looking makes the host wait for a GPU; a CPU has nothing to wait for.
+        self._look_every = 1 if stepper.loader.device.type == "cpu" else 10
         self.step = 0
 
     def resume(self) -> int:
@@ -86,42 +85,63 @@ class Fit:
         with _Interruption() as interruption:
             since, started = self.step, time.perf_counter()
             while self.step < self.config.steps:
-                loss, norm, signals = self._update()
-                self.recent.append(loss)
-                if self.step % self.config.log_every == 0 or self.step == self.config.steps:
-                    self._log(log, norm, signals, (time.perf_counter() - started) / (self.step - since))
+                signals = self._update()
+                last = self.step == self.config.steps
+                due = {
+                    "log": self.step % self.config.log_every == 0 or last,
+                    "sample": self.step % self.config.sample_every == 0 or last,
+                    "save": self.step % self.config.checkpoint_every == 0 or last,
+                }
+                looked = any(due.values()) or signals or self.step % self._look_every == 0
+                if looked:
+                    self._check()
+                if due["log"]:
+                    self._log(log, signals, (time.perf_counter() - started) / (self.step - since))
                     since, started = self.step, time.perf_counter()
                 elif signals:
                     log.write(self.step, signals=signals)
-                show(Progress(self.step, self.config.steps, loss.item() if self.step % 10 == 0 else None))
-                last = self.step == self.config.steps
-                if self.step % self.config.sample_every == 0 or last:
+                show(Progress(self.step, self.config.steps, self.recent_loss() if looked else None))
+                if due["sample"]:
                     sample(self.step)
-                if self.step % self.config.checkpoint_every == 0 or last or interruption.asked:
+                stopping = interruption.asked
+                if due["save"] or stopping:
+                    self._check()
                     self.save()
-                if interruption.asked:
+                if stopping:
                     return False
         return True
 
-    def _update(self) -> tuple[Tensor, Tensor, Signals]:
-        observed = (self.step + 1) % self.config.monitor_every == 0
-        with ExitStack() as stack:
-            if observed:
-                stack.enter_context(self.observer.watching())
-            try:
-                # A compiled graph would be built anew for the hooks: the observed step runs uncompiled.
-                loss, norm = self.stepper.update(self.step, self.model if observed else None)
-            except NonFiniteError:
-                self.save()  # the weights are still good
-                raise
-        signals = self.observer.signals() if observed else {}
-        for ema in self.emas:
-            ema.update(self.model)
-        self.step += 1
-        return loss, norm, signals
+    def recent_loss(self) -> float:
+        """The loss of the last update."""
+        return self.stepper.loss.item()
 
-    def _log(self, log: RunLog, norm: Tensor, signals: Signals, seconds: float) -> None:
-        main = {"loss": torch.stack(self.recent).mean().item(), "gradient norm": norm.item()}
+    def _update(self) -> Signals:
+        observed = (self.step + 1) % self.config.monitor_every == 0
+        try:
+            self.stepper.update(self.step, observed=observed)
+        except NonFiniteError as error:
+            self._go_back_to(error.step)
+            raise
+        self.step += 1
+        self.recent.append(self.stepper.loss.clone())
+        return self.stepper.signals() if observed else {}
+
+    def _check(self) -> None:
+        """Look whether all steps since the last look were finite. If not, save what was good, and raise."""
+        try:
+            self.stepper.check()
+        except NonFiniteError as error:
+            self._go_back_to(error.step)
+            raise
+
+    def _go_back_to(self, step: int) -> None:
+        """The steps from `step` on changed nothing: count them out, and save the good weights."""
+        del self.recent[len(self.recent) - (self.step - step) :]
+        self.step = step
+        self.save()
+
+    def _log(self, log: RunLog, signals: Signals, seconds: float) -> None:
+        main = {"loss": torch.stack(self.recent).mean().item(), "gradient norm": self.stepper.norm.item()}
         self.recent = []
         log.write(
             self.step,
@@ -168,5 +188,4 @@ def _load_optimiser(stepper: Stepper, tensors: dict[str, Tensor]) -> None:
         keys = ("step", "exp_avg", "exp_avg_sq")
         state = {key: tensors[f"{name}/{key}"] for key in keys if f"{name}/{key}" in tensors}
         if state:
-            device = {key: p.device if key != "step" else value.device for key, value in state.items()}
-            stepper.optimiser.state[p] = {key: value.to(device[key]) for key, value in state.items()}
+            stepper.optimiser.state[p] = {key: value.to(p.device) for key, value in state.items()}

@@ -32,6 +32,8 @@ class Observer:
         self.adapter = adapter_for(model)
         self.skips = self.adapter.find(model)
         self.found: dict[str, Tensor] = {}
+        self.names: list[str] = []
+        self.values = torch.zeros(0)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -43,7 +45,7 @@ class Observer:
                 stack.callback(hook.remove)
             for index, scale in enumerate(handle.scales if handle else []):
                 if (number := scale.number()) is not None:
-                    self.found[f"coefficient/{index}"] = torch.tensor(number)
+                    self.found[f"coefficient/{index}"] = torch.full((), number, device=self._device())
                 else:
                     stack.callback(scale.register_forward_hook(self._see_gate(index)).remove)
             yield
@@ -63,8 +65,9 @@ class Observer:
 
         return see
 
-    def signals(self) -> Signals:
-        """What was seen, with the gradients that are there now: one transfer from the device."""
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Put what was seen, and the norms of the gradients that are there now, into one vector on the device."""
         values = dict(self.found)
         for index in range(len(self.skips)):
             values[f"skip to main/{index}"] = values[f"skip norm/{index}"] / values[f"main norm/{index}"]
@@ -73,8 +76,15 @@ class Observer:
             values[f"merge gradient/{skip.index}"] = torch.nn.utils.get_total_norm(gradients).float()
         values |= {f"gradient/{block}": norm for block, norm in gradient_norms(self.model).items()}
         self.found = {}
-        numbers = torch.stack([v.to("cpu", torch.float64).reshape(()) for v in values.values()]).tolist()
-        return dict(zip(values, numbers, strict=True))
+        self.names = list(values)
+        self.values = torch.stack([v.float().reshape(()) for v in values.values()])
+
+    def signals(self) -> Signals:
+        """The last measurement: one transfer from the device."""
+        return dict(zip(self.names, self.values.tolist(), strict=True))
+
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
 
 def gradient_norms(model: nn.Module) -> dict[str, Tensor]:

@@ -1,22 +1,31 @@
-"""One update: draw a batch, noise it, predict, backward, guard, clip, optimise. A function of the step number."""
+"""One update: draw a batch, noise it, predict, backward, guard, clip, optimise, average.
+
+Nothing in it waits for the device or branches on a value, so that a GPU can replay it whole as one captured graph
+(`train.execution=captured`). The guard is a flag on the device: from the first non-finite step on, updates change
+nothing until the host looks.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalelong.config import TrainConfig
+from scalelong.config import TrainConfig, resolved_for
 from scalelong.data.loader import Loader
 from scalelong.data.random import Stream
 from scalelong.diffusion.process import Process
 from scalelong.skips.apply import scaling_of
+from scalelong.training.ema import EMA, move_averages
 from scalelong.training.guard import NonFiniteError, find_culprit
+from scalelong.training.signals import Observer, Signals
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NEVER = -1
 
 
 class Stepper:
@@ -26,76 +35,179 @@ class Stepper:
         self.model = model
         self.process = process
         self.loader = loader
-        self.config = config
-        self.forward: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
+        self.config = config = resolved_for(config, loader.device.type)
+        self.observer = Observer(model)
+        self.emas = [EMA(model, rate, warmup=config.ema_warmup) for rate in config.ema_rates]
+        device = loader.device
+        self.lr = torch.tensor(config.lr, device=device)
         self.optimiser = torch.optim.AdamW(
-            parameter_groups(model), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+            parameter_groups(model),
+            lr=self.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=True,
+            capturable=device.type == "cuda",
         )
-        self.scaler = torch.amp.GradScaler(loader.device.type, enabled=config.precision == "fp16")
-        self.noise = Stream(config.seed, "noise")
-        self.times = Stream(config.seed, "times")
-        self.dropout = Stream(config.seed, "dropout")
+        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+        compiled: Callable[..., Any] = _as_it_is if config.execution == "eager" else torch.compile
+        self.forward = compiled(model)
+        self._draw = compiled(self._draw_batch)
+        self._average = compiled(move_averages)
+        self.noise, self.times, self.dropout = (Stream(config.seed, name) for name in ("noise", "times", "dropout"))
+        self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        # What the step reads and writes on the device.
+        self.step = torch.zeros((), dtype=torch.int64, device=device)
+        self.pixels, self.labels = loader.buffers(config.batch_size)
+        self.loss = torch.zeros((), device=device)
+        self.norm = torch.zeros((), device=device)
+        self.bad_step = torch.full((), _NEVER, dtype=torch.int64, device=device)
+        self.bad_loss = torch.zeros((), dtype=torch.bool, device=device)
 
-    def update(self, step: int, forward: nn.Module | None = None) -> tuple[Tensor, Tensor]:
-        """Update number `step`: (loss, gradient norm). Raises `NonFiniteError` before anything is changed.
+    def update(self, step: int, *, observed: bool = False) -> None:
+        """Update number `step`; `loss` and `norm` then hold its loss and gradient norm.
 
-        With fp16 an overflow lowers the loss scale and the same batch is tried again: the stream, the
-        schedule and the averages see none of it.
+        With fp16 an overflow lowers the loss scale and the same batch is tried again: the stream, the schedule
+        and the averages see none of it.
         """
-        while True:
-            loss = self._backward(step, forward or self.forward)
-            self.scaler.unscale_(self.optimiser)
-            norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-            if bool((loss.isfinite() & norm.isfinite()).item()):
-                break
-            if not self._can_lower_scale(loss):
-                what = "loss" if not loss.isfinite() else "gradient"
-                raise NonFiniteError(step, what, find_culprit(self.model, lambda: self._loss(step, 0, self.model)))
+        self._load(step)
+        self._run(observed)
+        if not self.scaler.is_enabled():
+            return
+        while self.bad_step.item() != _NEVER:
+            if self.bad_loss.item() or self.scaler.get_scale() <= 1:
+                self.check()
             self.scaler.update(self.scaler.get_scale() / 2)
+            self.bad_step.fill_(_NEVER)
+            self._seed_dropout(step)
+            self._run(observed)
+        self.scaler.update()
+
+    def check(self) -> None:
+        """Raise `NonFiniteError` if a step since the last look was not finite. Since then nothing was changed."""
+        step = int(self.bad_step.item())
+        if step == _NEVER:
+            return
+        self._load(step)
+
+        def again() -> Tensor:
+            self._seed_dropout(step)
+            return torch.stack([self._loss(piece, self.model) for piece in range(self.config.accumulate)]).mean()
+
+        what = "loss" if self.bad_loss.item() else "gradient"
+        raise NonFiniteError(step, what, find_culprit(self.model, again))
+
+    def signals(self) -> Signals:
+        """What the last observed update showed."""
+        return self.observer.signals()
+
+    def _load(self, step: int) -> None:
+        """Put the step's number and images where the step reads them."""
+        self.step.fill_(step)
+        pixels, labels = self.loader.fetch(step * self.config.batch_size, self.config.batch_size)
+        self.pixels.copy_(pixels, non_blocking=True)
+        if self.labels is not None and labels is not None:
+            self.labels.copy_(labels, non_blocking=True)
+        self._seed_dropout(step)
+
+    def _seed_dropout(self, step: int) -> None:
+        torch.manual_seed(int(self.dropout.bits(torch.tensor([step]), 1)) & (2**63 - 1))
+
+    def _run(self, observed: bool) -> None:
+        if self.config.execution != "captured":
+            self._body(observed)
+            return
+        if observed not in self.graphs:
+            self.graphs[observed] = self._capture(observed)
+        self.graphs[observed].replay()
+
+    def _capture(self, observed: bool) -> torch.cuda.CUDAGraph:
+        """Record the step. It runs twice before, to compile and allocate, as a bad step that changes nothing."""
+        before = self.bad_step.clone()
+        self.bad_step.fill_(0)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._body(observed)
+        torch.cuda.current_stream().wait_stream(side)
+        self.optimiser.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self.graphs.values())).pool() if self.graphs else None
+        with torch.cuda.graph(graph, pool=pool):
+            self._body(observed)
+        self.bad_step.copy_(before)
+        return graph
+
+    def _body(self, observed: bool) -> None:
+        """The update, in operations on the device alone."""
+        self.optimiser.zero_grad(set_to_none=True)
+        # The compiler would have to trace the observer's hooks too: an observed step is not compiled.
+        with self.observer.watching() if observed else contextlib.nullcontext():
+            loss = self._backward(self.model if observed else self.forward)
+        self.scaler.unscale_(self.optimiser)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        if observed:
+            self.observer.measure()
+        keep = self._guard(loss, norm)
         if self.config.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.clip_norm, norm)
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.config.lr * warmup(step, self.config.warmup_steps)
-        self.scaler.step(self.optimiser)
-        self.scaler.update()
-        return loss.detach(), norm
+        self.lr.copy_(self.config.lr * warmup(self.step, self.config.warmup_steps))
+        self.optimiser.found_inf = 1 - keep  # type: ignore[attr-defined]
+        self.optimiser.step()
+        weights = [ema.weight(self.step, keep) for ema in self.emas]
+        with torch.no_grad():
+            self._average([list(ema.weights.values()) for ema in self.emas], list(self.model.parameters()), weights)
+        self.loss.copy_(loss)
+        self.norm.copy_(norm)
 
-    def _backward(self, step: int, forward: nn.Module) -> Tensor:
-        self.optimiser.zero_grad(set_to_none=True)
+    def _guard(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """1. for a step that counts, 0. for a non-finite one and all that follow it."""
+        finite = loss.isfinite() & norm.isfinite()
+        first = ~finite & (self.bad_step == _NEVER)
+        self.bad_loss.copy_(torch.where(first, ~loss.isfinite(), self.bad_loss))
+        self.bad_step.copy_(torch.where(first, self.step, self.bad_step))
+        return (self.bad_step == _NEVER).float()
+
+    def _backward(self, forward: Any) -> Tensor:
         total = torch.zeros((), device=self.loader.device)
         for piece in range(self.config.accumulate):
-            loss = self._loss(step, piece, forward) / self.config.accumulate
+            loss = self._loss(piece, forward) / self.config.accumulate
             self.scaler.scale(loss).backward()
             total += loss.detach()
         return total
 
-    def _loss(self, step: int, piece: int, forward: nn.Module) -> Tensor:
+    def _loss(self, piece: int, forward: Any) -> Tensor:
         """The mean squared error of one piece of the batch."""
         size = self.config.batch_size // self.config.accumulate
-        batch = self.loader.batch(step * self.config.batch_size + piece * size, size)
-        noise = self.noise.normal(batch.indices, tuple(batch.images.shape[1:]))
-        timesteps = self.process.timesteps(self.times.uniform(batch.indices))
-        key = self.dropout.bits(torch.tensor([step * self.config.accumulate + piece]), 1)
-        torch.manual_seed(int(key) & (2**63 - 1))
-        labels: dict[str, Any] = {} if batch.labels is None else {"class_labels": batch.labels}
+        part = slice(piece * size, (piece + 1) * size)
+        labels = None if self.labels is None else self.labels[part]
+        noised, timesteps, target, labels = self._draw(self.pixels[part], labels, self.step, piece * size)
+        given: dict[str, Any] = {} if labels is None else {"class_labels": labels}
         with self._autocast():
-            noised = self.process.noised(batch.images, noise, timesteps)
-            prediction = forward(noised, timesteps, **labels).sample
-        target = self.process.target(batch.images, noise, timesteps)
+            prediction = forward(noised, timesteps, return_dict=False, **given)[0]
         return F.mse_loss(prediction.float(), target)
+
+    def _draw_batch(
+        self, pixels: Tensor, labels: Tensor | None, step: Tensor, first: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Pixels to (x_t, timesteps, target, labels): what is random about a batch."""
+        indices = step * self.config.batch_size + first + torch.arange(len(pixels), device=pixels.device)
+        batch = self.loader.finish(pixels, labels, indices)
+        noise = self.noise.normal(indices, tuple(batch.images.shape[1:]))
+        timesteps = self.process.timesteps(self.times.uniform(indices))
+        noised = self.process.noised(batch.images, noise, timesteps)
+        return noised, timesteps, self.process.target(batch.images, noise, timesteps), batch.labels
 
     def _autocast(self) -> Any:
         if self.config.precision == "fp32":
             return contextlib.nullcontext()
-        return torch.autocast(self.loader.device.type, _DTYPES[self.config.precision])
-
-    def _can_lower_scale(self, loss: Tensor) -> bool:
-        return self.scaler.is_enabled() and bool(loss.isfinite()) and self.scaler.get_scale() > 1
+        # A cache of cast weights would outlive the graph that it was captured in.
+        return torch.autocast(self.loader.device.type, _DTYPES[self.config.precision], cache_enabled=False)
 
 
-def warmup(step: int, warmup_steps: int) -> float:
+def warmup(step: Tensor, warmup_steps: int) -> Tensor:
     """The learning rate's factor: linear over the first updates, then 1."""
-    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+    return torch.clamp((step + 1) / warmup_steps, max=1.0) if warmup_steps else torch.ones_like(step)
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -107,3 +219,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     assert len(weights) + len(gates) == len(list(model.parameters()))
     groups = [{"params": weights, "name": "weights"}, {"params": gates, "name": "gates"}]
     return [group for group in groups if group["params"]]
+
+
+def _as_it_is(function: Any) -> Any:
+    return function

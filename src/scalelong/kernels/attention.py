@@ -1,0 +1,104 @@
+"""Multi-head self-attention on packed queries, keys and values: our kernel where it fits, torch's elsewhere."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scalelong.kernels.support import kernels_run_on
+
+_MAX_EXTRA = 2
+_MAIN = (64, 128, 256)
+_HEAD_DIMS = (32, 64)
+
+
+def attention(qkv: Tensor, num_heads: int) -> Tensor:
+    """[B, N, 3·D] -> [B, N, D]."""
+    if fits(qkv, num_heads) and kernels_run_on(qkv):
+        out, _ = _attend(qkv, num_heads)
+        return out
+    q, k, v = qkv.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, H, N, d]
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def fits(qkv: Tensor, num_heads: int) -> bool:
+    """Whether the tokens are 64, 128 or 256 and one or two more, and the heads 32 or 64 wide."""
+    dim = qkv.shape[2] // 3 // num_heads
+    return dim in _HEAD_DIMS and _main(qkv.shape[1]) is not None
+
+
+def _main(tokens: int) -> int | None:
+    for main in _MAIN:
+        if main < tokens <= main + _MAX_EXTRA:
+            return main
+    return None
+
+
+@torch.library.custom_op(
+    "scalelong::attention", mutates_args=(), schema="(Tensor qkv, int num_heads) -> (Tensor, Tensor)"
+)
+def _attend(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    from scalelong.kernels import attention_triton
+
+    qkv = qkv.contiguous()
+    out, lse = _attend_shapes(qkv, num_heads)
+    attention_triton.forward[(qkv.shape[0] * num_heads,)](
+        qkv, out, lse, _scale(qkv, num_heads) / math.log(2), **_sizes(qkv, num_heads), BQ=64, STAGES=2, num_warps=4
+    )  # fmt: skip
+    return out, lse
+
+
+@_attend.register_fake
+def _attend_shapes(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    batch, tokens, width = qkv.shape
+    lse = qkv.new_empty((batch, num_heads, tokens), dtype=torch.float32)
+    return qkv.new_empty((batch, tokens, width // 3)), lse
+
+
+@torch.library.custom_op(
+    "scalelong::attention_backward",
+    mutates_args=(),
+    schema="(Tensor qkv, Tensor out, Tensor lse, Tensor grad, int num_heads) -> Tensor",
+)
+def _attend_backward(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, num_heads: int) -> Tensor:
+    from scalelong.kernels import attention_triton
+
+    qkv = qkv.contiguous()
+    scale = _scale(qkv, num_heads)
+    d_qkv = torch.empty_like(qkv)
+    attention_triton.backward[(qkv.shape[0] * num_heads,)](
+        qkv, out, grad.contiguous(), lse, d_qkv, scale, scale / math.log(2),
+        **_sizes(qkv, num_heads), BQ=32, STAGES=2, num_warps=8,
+    )  # fmt: skip
+    return d_qkv
+
+
+@_attend_backward.register_fake
+def _(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, num_heads: int) -> Tensor:
+    return torch.empty_like(qkv)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(inputs[0], *output)
+    ctx.num_heads = inputs[1]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx, grad, _):  # type: ignore[no-untyped-def]
+    return _attend_backward(*ctx.saved_tensors, grad, ctx.num_heads), None
+
+
+torch.library.register_autograd("scalelong::attention", _differentiate, setup_context=_save)
+
+
+def _scale(qkv: Tensor, num_heads: int) -> float:
+    return (qkv.shape[2] // 3 // num_heads) ** -0.5
+
+
+def _sizes(qkv: Tensor, num_heads: int) -> dict[str, int]:
+    main = _main(qkv.shape[1])
+    assert main is not None
+    return {"H": num_heads, "D": qkv.shape[2] // 3 // num_heads, "EXTRA": qkv.shape[1] - main, "MAIN": main}
