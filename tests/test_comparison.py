@@ -106,6 +106,10 @@ def test_report_reads_run_folders(compared, tmp_path):
         (["compare", "--seeds", "a"], "whole numbers separated by commas, such as 0,1; got 'a'"),
         (["compare", "--scalings", ","], "--scalings needs at least one entry"),
         (["compare", "--scalings", "cs:9"], "κ lies in"),
+        (["compare", "--scalings", "ls,cs:0.7,ls"], "each scaling and seed once, got ls with seed 0 twice"),
+        (["compare", "--set", "model.scaling=ls"], "choose it with --scalings, got --set model.scaling=ls"),
+        (["compare", "--set", "train.seed=3"], "choose it with --seeds, got --set train.seed=3"),
+        (["compare", "--out", __file__], "is a file; --out is a folder for the runs and their report"),
         (["report", "nowhere"], "nowhere is no run folder"),
     ],
 )

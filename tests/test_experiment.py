@@ -75,7 +75,7 @@ def test_averages_are_chosen_by_name_or_by_age(run):
 
 def test_a_run_without_a_checkpoint_says_what_to_do(run, tmp_path):
     (tmp_path / "config.json").write_text((run / "config.json").read_text())
-    with pytest.raises(ValueError, match="no checkpoint yet; go on training"):
+    with pytest.raises(ValueError, match="no whole checkpoint; give the command that began it again"):
         experiment.load_run(tmp_path)
 
 

@@ -8,7 +8,9 @@ store ─▶ loader ─▶ noise process ─▶ backbone ⟵ skips (the method)
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +28,7 @@ from scalelong.data.sources import SourceError, digits
 from scalelong.data.store import Store, open_store
 from scalelong.diffusion.process import process_named
 from scalelong.diffusion.sampling import check_request, sample
+from scalelong.presets import model_preset
 from scalelong.training import checkpoint
 from scalelong.training.ema import default_rate
 from scalelong.training.fit import CHECKPOINTS, Fit, Progress
@@ -54,17 +57,18 @@ def train(
     `logger` is tensorboard, wandb (both) or none; metrics.jsonl is always written.
     """
     check_logger(logger)
-    device = device or default_device()
+    device = usable_device(device)
     config = fitted_to(config, store)
     config = replace(config, train=resolved_for(config.train, device))
-    _open_run(config, out)
-    model = build_model(config).to(device)
+    check_folder(config, out)
+    model = build_model(config, device)
     process = process_named(config.process)
     label_dropout = config.data.label_dropout if config.data.condition == "class" else None
     loader = Loader(
         store, seed=config.train.seed, device=device, flip=config.data.flip, label_dropout=label_dropout
     )
     fit = Fit(config, Stepper(model, process, loader, config.train), out)
+    _open_run(config, out)  # last: settings that cannot be leave no folder behind
     log = RunLog(out, fit.resume(), logger, to_dict(config))
 
     def save_grid(step: int) -> None:
@@ -94,15 +98,24 @@ def fitted_to(config: RunConfig, store: Store) -> RunConfig:
     return replace(config, model=replace(config.model, changes=changes))
 
 
-def build_model(config: RunConfig) -> nn.Module:
-    """The network with its scaling. The seed decides the weights; gates are drawn after them."""
+def build_model(config: RunConfig, device: str = "cpu") -> nn.Module:
+    """The network with its scaling. The seed decides the weights, on any device; gates are drawn after them."""
     torch.manual_seed(config.train.seed)
-    model = build(
-        config.model.preset, scaling=config.model.scaling, placement=config.model.placement, **config.model.changes
-    )
+    with torch.device("meta") if device == "meta" else contextlib.nullcontext():
+        try:
+            model = build(
+                config.model.preset,
+                scaling=config.model.scaling,
+                placement=config.model.placement,
+                **config.model.changes,
+            )
+        except TypeError as error:
+            raise ValueError(f"model.changes does not suit {config.model.preset} ({error}).") from error
     if config.train.checkpoint_activations:
         model.enable_gradient_checkpointing()  # type: ignore[operator]
-    return model
+    if device.startswith("cuda") and model_preset(config.model.preset).backbone == "unet":
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # convolutions' own order
+    return model.to(device)
 
 
 @dataclass(frozen=True)
@@ -128,16 +141,27 @@ class LoadedRun:
 def load_run(folder: Path, *, ema_rate: float | None = None, device: str | None = None) -> LoadedRun:
     """The newest whole checkpoint of a run, with the average of `ema_rate`, or the slowest that has settled."""
     config = read_config(folder)
+    if missing := [key for key in ("sample_size", "in_channels") if key not in config.model.changes]:
+        raise ValueError(f"{folder / CONFIG} is not as train wrote it: model.changes lacks {', '.join(missing)}.")
     found = checkpoint.load_latest(folder / CHECKPOINTS)
     if found is None:
-        raise ValueError(f"{folder} has no checkpoint yet; go on training it with: scalelong train --out {folder}")
+        raise ValueError(
+            f"{folder} has no whole checkpoint; give the command that began it again ({ENVIRONMENT} has it)."
+        )
     rates = list(config.train.ema_rates)
     if ema_rate is not None and ema_rate not in rates:
         raise ValueError(f"the run keeps the averages {', '.join(map(str, rates))}, got {ema_rate}.")
     rate = default_rate(rates, found.step) if ema_rate is None else ema_rate
-    model = build_model(config)
-    model.load_state_dict(found.tensors(f"ema-{rate}"))
-    return LoadedRun(config, model.to(device or default_device()).eval(), found.step, rate)
+    model = build_model(config, usable_device(device))
+    try:
+        model.load_state_dict(found.tensors(f"ema-{rate}"))
+    except RuntimeError as error:  # torch lists every tensor: the first says enough
+        reason = "; ".join(line.strip() for line in str(error).splitlines()[1:2])
+        raise ValueError(
+            f"{folder / CONFIG} and the checkpoint {found.folder} do not belong together ({reason}); put back the "
+            "config that the run was trained with."
+        ) from error
+    return LoadedRun(config, model.eval(), found.step, rate)
 
 
 def draw(
@@ -215,6 +239,18 @@ def read_config(folder: Path) -> RunConfig:
         raise ValueError(f"{file}: {error}") from error
 
 
+def usable_device(device: str | None) -> str:
+    """The device asked for, if it is there; by default the GPU where there is one."""
+    if device is None:
+        return default_device()
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"the device is cpu, cuda or cuda:N, got {device!r}.")
+    count = torch.cuda.device_count()
+    if device != "cpu" and int(device.removeprefix("cuda").lstrip(":") or 0) >= count:
+        raise ValueError(f"this machine has {count} GPUs that torch can use, got {device!r}; try cpu.")
+    return device
+
+
 def default_device() -> str:
     """The GPU, where there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -246,7 +282,6 @@ def last_step(folder: Path) -> int:
 
 def _open_run(config: RunConfig, out: Path) -> None:
     """Make the run's folder, or go on with the one that is there."""
-    check_folder(config, out)
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / ENVIRONMENT, json.dumps(environment(), indent=2))
     write_whole(out / CONFIG, json.dumps(to_dict(config), indent=2, ensure_ascii=False))

@@ -1,7 +1,10 @@
 """prepare, train, sample, evaluate: as a user types them, right and wrong."""
 
+import errno
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -122,6 +125,13 @@ def test_every_recipe_resolves(data, preset, condition):
         (["train", "digits", "--data", "nowhere"], "nowhere is no prepared dataset"),
         (["sample", "nowhere"], "nowhere is no run folder"),
         (["evaluate", "nowhere", "--features", "vgg"], "--features is inception or pixels, got 'vgg'"),
+        (["evaluate", "nowhere", "--features", "pixels", "--inception", "x.pt"], "leave one of them out"),
+        (["train", "--logger", "mlflow"], "one of tensorboard, wandb, none, got 'mlflow'"),
+        (["train", "--device", "tpu"], "the device is cpu, cuda or cuda:N, got 'tpu'"),
+        (["train", "--set", "model.changes.foo=1"], "model.changes does not suit digits (UViT.__init__() got an"),
+        (["train", "--set", "model.changes.hidden_size=abc"], "model.changes does not suit digits"),
+        (["train", "--set", "process=foo"], "unknown noise process 'foo'"),
+        (["report", "."], ". is no run folder"),
     ],
 )
 def test_bad_usage_exits_2_with_a_sentence(args, says, monkeypatch, capsys, tmp_path):
@@ -138,6 +148,11 @@ def test_bad_requests_to_a_run(trained, data, monkeypatch, capsys):
         (["--sampler", "euler"], "unknown sampler 'euler'"),
         (["--steps", "0"], "1 … 1000, got 0"),
         (["--class", "7"], "--class is in 0 … 1 for this run, got 7"),
+        (["--guidance", "nan"], "guidance is a number, 1 for none, got nan"),
+        (["--device", "tpu"], "the device is cpu, cuda or cuda:N, got 'tpu'"),
+        (["--device", "cuda:99"], "GPUs that torch can use, got 'cuda:99'; try cpu"),
+        (["--out", data], f"{data} is a folder; --out is a file, such as {data}/grid.png"),
+        (["--out", "grid.xyz"], "--out is a picture such as grid.png or grid.jpg, got 'grid.xyz'"),
     ):
         code, error = fails(monkeypatch, capsys, "sample", trained, "--out", data / "no.png", *args)
         assert code == 2
@@ -148,3 +163,130 @@ def test_bad_requests_to_a_run(trained, data, monkeypatch, capsys):
 def test_every_command_has_an_example_in_its_help():
     for command in ("inspect", "prepare", "train", "sample", "evaluate", "export", "compare", "report"):
         assert f"scalelong {command}" in " ".join(run(command, "--help").split("Usage")[1].split()[3:])
+
+
+@pytest.fixture
+def copied(trained, tmp_path):
+    """A run of one's own to spoil."""
+    return Path(shutil.copytree(trained, tmp_path / "copied"))
+
+
+def spoil_checkpoints(run):
+    for file in run.glob("checkpoints/*/ema-0.9.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+
+def change_config(run, old, new):
+    text = (run / "config.json").read_text()
+    assert old in text
+    (run / "config.json").write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "command", "says"),
+    [
+        (spoil_checkpoints, "sample", "does not have its checksum. It is passed over."),
+        (spoil_checkpoints, "sample", "no whole checkpoint; give the command that began it again"),
+        (
+            lambda run: change_config(run, '"hidden_size": 32', '"hidden_size": 64'),
+            "sample",
+            "do not belong together (size mismatch for",
+        ),
+        (
+            lambda run: change_config(run, '"sample_size"', '"patch_size"'),
+            "sample",
+            "model.changes lacks sample_size",
+        ),
+        (lambda run: change_config(run, '"sample_size"', '"patch_size'), "report", "is not as train wrote it"),
+        (lambda run: (run / "metrics.jsonl").write_text('{"loss": 1}\n'), "report", "every line has a step"),
+        (lambda run: (run / "metrics.jsonl").write_text("?"), "report", "has logged nothing yet"),
+        (
+            lambda run: (run / "environment.json").write_text("?"),
+            "report",
+            "environment.json is not as train wrote",
+        ),
+    ],
+)
+def test_a_spoilt_run_folder_gets_a_sentence(copied, spoil, command, says, monkeypatch, capsys, tmp_path):
+    spoil(copied)
+    monkeypatch.chdir(tmp_path)
+    code, error = fails(monkeypatch, capsys, command, copied)
+    assert code == 2
+    assert says in error
+    assert "UserWarning" not in error
+    assert [f.name for f in tmp_path.iterdir()] == ["copied"]
+
+
+def test_a_report_does_without_the_environment(copied, tmp_path):
+    (copied / "environment.json").write_text("{}")
+    run("report", copied, "--out", tmp_path / "page.html")
+    assert "an unknown commit" in (tmp_path / "page.html").read_text()
+
+
+def test_guidance_needs_a_null_class(data, tmp_path, monkeypatch, capsys):
+    settings = ["--set", "data.condition=class", "--set", "data.label_dropout=0", "--set", "train.steps=1"]
+    run("train", "--data", data / "store", "--out", tmp_path / "run", *TINY, *settings)
+    code, error = fails(
+        monkeypatch, capsys, "sample", tmp_path / "run", "--guidance", 2, "--out", tmp_path / "x.png"
+    )
+    assert code == 2
+    assert "trained with data.label_dropout=0; guidance is 1 for it, got 2.0" in error
+
+
+def test_evaluate_wants_the_data_of_the_run(trained, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, error = fails(monkeypatch, capsys, "evaluate", trained, "--features", "pixels")
+    assert code == 2
+    assert "the run draws images of 8×8×3, and" in error
+    assert "holds 8×8×1; give the data that the run was trained on with --data" in error
+
+
+def test_settings_that_cannot_be_leave_no_folder_to_stumble_over(data, tmp_path, monkeypatch, capsys):
+    args = ["train", "--data", data / "store", "--out", tmp_path / "run", *TINY, "--set", "train.steps=1"]
+    for wrong in ("model.changes.hidden_size=33", "model.changes.foo=1", "process=foo", "train.betas=2,3"):
+        code, _ = fails(monkeypatch, capsys, *args, "--set", wrong)
+        assert code == 2
+        assert not (tmp_path / "run").exists()
+    run(*args)
+
+
+def test_what_the_system_refuses_exits_1_with_advice(trained, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("x")
+    for args in (["sample", trained, "--num", 1, "--steps", 1], ["export", trained], ["report", trained]):
+        code, error = fails(monkeypatch, capsys, *args, "--out", tmp_path / "file" / "x.png")
+        assert code == 1
+        assert "Check the path: its parents are folders where you may write." in error
+
+
+def test_a_full_disk_exits_1_and_says_what_to_do(data, tmp_path, monkeypatch, capsys):
+    import safetensors.torch
+
+    args = [
+        "train",
+        "--data",
+        data / "store",
+        "--out",
+        tmp_path / "run",
+        *TINY,
+        "--set",
+        "train.checkpoint_every=2",
+    ]
+    run(*args, "--set", "train.steps=2")
+
+    def full(*given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.torch, "save_file", full)
+        code, error = fails(monkeypatch, capsys, *args, "--set", "train.steps=4")
+    assert code == 1
+    assert "No space left on device. Free some space and give the same command again" in error
+    assert json.loads(run(*args, "--set", "train.steps=4", "--dry-run", "--json"))["starts_at"] == 2  # nothing lost
+
+
+def test_too_much_for_the_memory_exits_1_and_says_what_to_do(trained, tmp_path, monkeypatch, capsys):
+    args = ["sample", trained, "--num", 9 * 10**11, "--steps", 1, "--out", tmp_path / "x.png"]
+    code, error = fails(monkeypatch, capsys, *args)
+    assert code == 1
+    assert "out of memory" in error
+    assert "a smaller --num" in error

@@ -45,7 +45,8 @@ def classifier(some_digits):
     return result
 
 
-def test_guidance_moves_samples_towards_their_class(some_digits, classifier, tmp_path, seed=0):
+def test_guidance_moves_samples_towards_their_class(some_digits, classifier, tmp_path):
+    seed = 0
     experiment.train(config(*SETTINGS, f"train.seed={seed}"), some_digits, tmp_path / "run", device="cpu")
     run = experiment.load_run(tmp_path / "run", device="cpu")
     labels = np.arange(300) % 3  # what draw asks for without labels

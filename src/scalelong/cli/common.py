@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -41,6 +42,12 @@ def tracked(items: Iterable[Any], total: int, description: str) -> Iterator[Any]
         for item in items:
             yield item
             bar.advance(task)
+
+
+def check_output_file(out: Path, such_as: str) -> None:
+    """A file can be written there, as far as its name goes: told before the work, not after it."""
+    if out.is_dir():
+        raise ValueError(f"{out} is a folder; --out is a file, such as {out / such_as}.")
 
 
 def print_result(result: dict[str, Any], as_json: bool, sentence: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import print_result, progress_bar
+from scalelong.cli.common import check_output_file, print_result, progress_bar
 from scalelong.cli.plan import comparison_plan, comparison_text, opened_data
 
 if TYPE_CHECKING:
@@ -41,12 +41,17 @@ def compare(
     from scalelong.report.page import write_report
     from scalelong.report.runs import by_scaling, read_run, summary_rows
 
+    for setting in settings or []:
+        _check_shared(setting)
     small = DIGITS_SETTINGS if preset == "digits" else ()
     base = with_overrides(run_preset(preset), [*small, *(settings or [])])
     group = members(base, _split(scalings, "--scalings"), _seeds(seeds), out)
-    workers = min(len(group), default_workers(experiment.default_device()))
+    device = experiment.default_device()
+    workers = min(len(group), default_workers(device))
     with opened_data(data, dry_run) as store:
-        plan = comparison_plan(group, store, out, workers)  # what is wrong with any run is told before the first
+        plan = comparison_plan(
+            group, store, out, workers, device
+        )  # what is wrong with any run is told before the first
         if dry_run:
             print_result(plan, as_json, comparison_text(plan))
             return
@@ -71,6 +76,7 @@ def report(
     from scalelong.report.page import write_report
     from scalelong.report.runs import by_scaling, read_run, summary_rows
 
+    check_output_file(out, "report.html")
     read = [read_run(folder) for folder in runs]
     write_report(read, out, command=shlex.join(["scalelong", *sys.argv[1:]]))
     rows = summary_rows(by_scaling(read))
@@ -111,6 +117,13 @@ def _print_table(rows: list[dict[str, str]], as_json: bool) -> None:
     from scalelong.skips.summary import format_table
 
     typer.echo("\n".join(format_table(rows)))
+
+
+def _check_shared(setting: str) -> None:
+    """What the comparison varies cannot be set for all runs."""
+    for name, option in (("model.scaling", "--scalings"), ("train.seed", "--seeds")):
+        if setting.partition("=")[0].strip() == name:
+            raise ValueError(f"{name} differs from run to run; choose it with {option}, got --set {setting}.")
 
 
 def _split(text: str, name: str) -> list[str]:

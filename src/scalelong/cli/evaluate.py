@@ -26,7 +26,7 @@ def evaluate(
     data: Annotated[
         Path | None, typer.Option(help="The prepared data to compare with; the digits without it.")
     ] = None,
-    num: Annotated[int, typer.Option(min=2, help="How many samples; the literature takes 50,000.")] = 50_000,
+    num: Annotated[int, typer.Option(min=4, help="How many samples; the literature takes 50,000.")] = 50_000,
     features: Annotated[str, typer.Option(help="inception, or pixels for tiny images.")] = "inception",
     inception: Annotated[Path | None, typer.Option(help="The FID network's TorchScript file.")] = None,
     guidance: Annotated[float, typer.Option(help="Classifier-free guidance w.")] = 1.0,
@@ -46,7 +46,9 @@ def evaluate(
 
     if features not in KINDS:
         raise ValueError(f"--features is inception or pixels, got {features!r}.")
-    device = device or experiment.default_device()
+    if features == "pixels" and inception is not None:
+        raise ValueError("--inception is not used with --features pixels; leave one of them out.")
+    device = experiment.usable_device(device)
     loaded = experiment.load_run(run, ema_rate=ema, device=device)
     how: dict[str, Any] = {"guidance": guidance, "sampler": sampler, "steps": steps}
     experiment.check_drawing(loaded.config, **how)

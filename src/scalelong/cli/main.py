@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import re
 import sys
+import warnings
+from typing import Any
 
 import typer
 
@@ -49,10 +53,43 @@ def _options(
 def main() -> None:
     """Exit codes: 0 done, 1 failed, 2 bad usage. Bad input gets its sentence and no traceback."""
     try:
-        app()
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning  # type: ignore[assignment]
+            app()
     except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
-    except (OSError, FloatingPointError) as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(1)
+        _stop(2, str(error))
+    except OSError as error:
+        _stop(1, f"{error}{_advice(error)}")
+    except FloatingPointError as error:
+        _stop(1, str(error))
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not re.search("out of memory|allocate memory", str(error)):
+            raise
+        _stop(1, f"out of memory ({str(error).splitlines()[0]}). {_LESS_MEMORY}")
+
+
+_LESS_MEMORY = (
+    "In training, train.accumulate=2 or train.checkpoint_activations=true need less of it; in sampling, a smaller "
+    "--num or --batch."
+)
+
+
+def _stop(code: int, message: str) -> None:
+    typer.echo(f"error: {message}", err=True)
+    sys.exit(code)
+
+
+def _show_warning(message: Warning | str, *where: Any) -> None:
+    """A warning is for the user here, not for who wrote the line that it came from."""
+    typer.echo(f"warning: {message}", err=True)
+
+
+def _advice(error: OSError) -> str:
+    """What to do about what the operating system refused."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ". Free some space and give the same command again: what was saved before is whole."
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return ". Choose a place where you may write, with --out."
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
+        return ". Check the path: its parents are folders where you may write."
+    return ""

@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,16 +34,15 @@ def opened_data(path: Path | None, dry_run: bool) -> Iterator[Store]:
             yield prepare(digits(), Path(folder) / "digits")
 
 
-def training_plan(config: RunConfig, store: Store, out: Path) -> Plan:
-    """What `train` would do with a config that was fitted to the data."""
-    import torch
-
+def training_plan(config: RunConfig, store: Store, out: Path, device: str) -> Plan:
+    """What `train` would do with a config on this data and device."""
     from scalelong import experiment
-    from scalelong.config import to_dict
+    from scalelong.config import resolved_for, to_dict
 
+    config = experiment.fitted_to(config, store)
+    config = replace(config, train=resolved_for(config.train, device))
     experiment.check_folder(config, out)
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in experiment.build_model(config).parameters())
+    parameters = sum(p.numel() for p in experiment.build_model(config, "meta").parameters())
     # Weights, gradients and Adam's two moments, and each average, in float32; activations come on top.
     state_bytes = 4 * parameters * (4 + len(config.train.ema_rates))
     return {
@@ -70,13 +70,13 @@ def training_text(plan: Plan) -> str:
     )
 
 
-def comparison_plan(group: Sequence[Member], store: Store, out: Path, workers: int) -> Plan:
+def comparison_plan(group: Sequence[Member], store: Store, out: Path, workers: int, device: str) -> Plan:
     """What `compare` would do: a training plan for each run, and their sums."""
-    from scalelong import experiment
-
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; --out is a folder for the runs and their report.")
     runs = []
     for member in group:
-        plan = training_plan(experiment.fitted_to(member.config, store), store, member.folder)
+        plan = training_plan(member.config, store, member.folder, device)
         runs.append({"scaling": member.scaling, "seed": member.seed, "folder": plan.pop("out"), **plan})
     at_once = sorted((run["state_gib"] for run in runs), reverse=True)[:workers]
     return {

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from scalelong.cli.common import print_result, tracked
+from scalelong.cli.common import check_output_file, print_result, tracked
 
 EXAMPLES = "Example: [bold]scalelong sample runs/mine --num 64 --out grid.png --steps 50[/]"
 
@@ -32,6 +32,7 @@ def sample(
 
     from scalelong import experiment
 
+    _check_picture(out)
     loaded = experiment.load_run(run, ema_rate=ema, device=device)
     labels = None
     if label is not None:
@@ -65,3 +66,11 @@ def sample(
         f"{out}: {num} images, weights of step {loaded.step:,} averaged at {loaded.ema_rate}, "
         f"{sampler} with {steps} steps.",
     )
+
+
+def _check_picture(out: Path) -> None:
+    from PIL import Image
+
+    check_output_file(out, "grid.png")
+    if out.suffix.lower() not in Image.registered_extensions():
+        raise ValueError(f"--out is a picture such as grid.png or grid.jpg, got {str(out)!r}.")

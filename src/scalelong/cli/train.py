@@ -48,10 +48,11 @@ def train(
     overrides = [*([f"model.scaling={scaling}"] if scaling else []), *(settings or [])]
     config = with_overrides(run_preset(preset), overrides)
     out = out or Path("runs") / f"{preset}-{config.model.scaling.replace('/', '-').replace(':', '-')}"
+    device = experiment.usable_device(device)
     with opened_data(data, dry_run) as store:
         config = experiment.fitted_to(config, store)
         if dry_run:
-            plan = training_plan(config, store, out)
+            plan = training_plan(config, store, out, device)
             print_result(plan, as_json, training_text(plan))
             return
         done = _run(config, store, out, device, logger)
@@ -65,7 +66,7 @@ def train(
     )
 
 
-def _run(config: RunConfig, store: Any, out: Path, device: str | None, logger: str) -> bool:
+def _run(config: RunConfig, store: Any, out: Path, device: str, logger: str) -> bool:
     from scalelong import experiment
     from scalelong.training.fit import Progress
 

@@ -44,7 +44,7 @@ class InceptionFeatures:
         try:
             self.network = torch.jit.load(str(file), map_location=device).eval()
         except RuntimeError as error:  # what torch makes of any other file
-            reason = str(error).splitlines()[0]
+            reason = str(error).split(". ")[0]
             raise ValueError(
                 f"{file} is no TorchScript file ({reason}); --inception takes that of the FID network, or leave it "
                 "out to have the file downloaded."

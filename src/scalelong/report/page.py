@@ -117,9 +117,9 @@ def _caveats(runs: list[Run]) -> list[str]:
 
 def _hardware(run: Run) -> str:
     e = run.environment
-    where = e["gpu"] or f"{e['machine']} CPU, {e['processor_threads']} thread(s) a run"
-    versions = f"torch {e['torch']}, diffusers {e['diffusers']}, scalelong {e['scalelong']}"
-    return f"{where}; {versions} at {e['commit'] or 'an unknown commit'}."
+    where = e.get("gpu") or f"{e.get('machine')} CPU, {e.get('processor_threads')} thread(s) a run"
+    versions = ", ".join(f"{name} {e.get(name)}" for name in ("torch", "diffusers", "scalelong"))
+    return f"{where}; {versions} at {e.get('commit') or 'an unknown commit'}."
 
 
 def _encode(picture: Path | None) -> str:

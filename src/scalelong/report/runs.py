@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scalelong.config import RunConfig, from_dict
-from scalelong.training.log import read_metrics
+from scalelong.training.log import METRICS, read_metrics
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,10 @@ def read_run(folder: Path) -> Run:
         raise ValueError(
             f"{folder} is no run folder: {error}. scalelong train --out {folder} makes one."
         ) from error
+    except ValueError as error:
+        raise ValueError(f"{folder}: config.json or environment.json is not as train wrote it ({error})") from error
+    if not all(isinstance(row, dict) and "step" in row for row in rows):
+        raise ValueError(f"{folder / METRICS} is not as train wrote it: every line has a step.")
     if not rows:
         raise ValueError(f"{folder} has logged nothing yet; let it train a little first.")
     return Run(folder, config, environment, rows)
