@@ -26,7 +26,7 @@ ALLOWED = {
     "backbones": {"backbones", "kernels", "skips", "presets", "saving"},
     "report": {"report", "config", "data", "training"},
     "comparison": {"config", "data"},
-    "experiment": {"backbones", "config", "data", "diffusion", "training"},
+    "experiment": {"backbones", "config", "data", "diffusion", "presets", "training"},
     "export": {"backbones", "diffusion", "experiment", "saving", "skips"},
     "pipeline": set(),
     "cli": {"cli", "version"},

@@ -78,8 +78,9 @@ def _drawn(loaded: LoadedRun, num: int, batch: int, **how: Any) -> Iterator[Tens
     from scalelong.metrics.evaluate import batches
 
     chunks = list(batches(num, batch))
+    network = experiment.for_sampling(loaded.model, num * how["steps"])
     for first, count in tracked(chunks, len(chunks), f"sampling {num} images"):
-        yield experiment.draw(loaded.config, loaded.model, count, first=first, **how)
+        yield experiment.draw(loaded.config, network, count, first=first, **how)
 
 
 def _check_size(config: RunConfig, store: Store) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN_INVERSE = pow(_GOLDEN, -1, 1 << 64)
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 
@@ -32,8 +33,9 @@ class Stream:
     def bits(self, indices: Tensor, count: int) -> Tensor:
         """[B] -> [B, count] of 64 random bits each, as int64."""
         row = _hash(indices.to(torch.int64) * _signed(_GOLDEN) + _signed(self.key))
-        column = torch.arange(1, count + 1, device=indices.device) * _signed(_GOLDEN)
-        return _hash(row[:, None] + column)
+        column = torch.arange(1, count + 1, device=indices.device)
+        # row + column·GOLDEN, but the compiler takes column·GOLDEN alone for an index and refuses its size.
+        return _hash((row[:, None] * _signed(_GOLDEN_INVERSE) + column) * _signed(_GOLDEN))
 
     def uniform(self, indices: Tensor, shape: tuple[int, ...] = ()) -> Tensor:
         """[B] -> [B, *shape] in [0, 1), float32, a multiple of 2^-24 each."""

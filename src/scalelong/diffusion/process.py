@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -42,9 +43,13 @@ class Process(ABC):
         """What the network is to predict."""
         return noise
 
+    def to(self, device: torch.device) -> Self:
+        """Keep what tables there are on this device: a captured graph cannot fetch them."""
+        return self
+
     def betas(self) -> Tensor:
         """The 1000 steps that a diffusers scheduler takes as `trained_betas`: 1 - ᾱ_k / ᾱ_(k-1)."""
-        log_alpha = self.log_alpha(torch.arange(NUM_TIMESTEPS, dtype=torch.float64))
+        log_alpha = self.log_alpha(torch.arange(NUM_TIMESTEPS, dtype=torch.float64)).cpu()
         before = torch.cat([torch.zeros(1, dtype=torch.float64), log_alpha[:-1]])
         return -torch.expm1(2 * (log_alpha - before))
 
@@ -80,6 +85,11 @@ class DDPM(Process):
     def __init__(self, beta_start: float = 1e-4, beta_end: float = 0.02) -> None:
         betas = torch.linspace(beta_start, beta_end, NUM_TIMESTEPS, dtype=torch.float64)
         self._log_alpha = 0.5 * torch.log1p(-betas).cumsum(0)
+
+    def to(self, device: torch.device) -> Self:
+        """The table of ᾱ."""
+        self._log_alpha = self._log_alpha.to(device)
+        return self
 
     def timesteps(self, uniforms: Tensor) -> Tensor:
         """Each k with the same probability."""

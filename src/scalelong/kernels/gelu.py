@@ -55,7 +55,7 @@ def _activate_backward(hidden: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tens
     columns = hidden.shape[-1]
     rows = hidden.numel() // columns
     d_hidden = torch.empty_like(hidden)
-    block_rows, repeat, block_columns = 64, 4, 64
+    block_rows, repeat, block_columns = 64, 2, 64
     programs = -(-rows // (block_rows * repeat))
     partial = torch.empty((programs, columns), dtype=torch.float32, device=hidden.device)
     gelu_triton.backward[(programs, columns // block_columns)](

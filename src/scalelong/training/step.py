@@ -33,7 +33,7 @@ class Stepper:
 
     def __init__(self, model: nn.Module, process: Process, loader: Loader, config: TrainConfig) -> None:
         self.model = model
-        self.process = process
+        self.process = process.to(loader.device)
         self.loader = loader
         self.config = config = resolved_for(config, loader.device.type)
         self.observer = Observer(model)

@@ -1,0 +1,1 @@
+"""How fast, and what it costs: `python -m benchmarks.throughput`, `python -m benchmarks.scaling`."""

@@ -1,0 +1,172 @@
+"""Training steps side by side: ours captured, compiled and eager, and any reference, in one run.
+
+    python -m benchmarks.throughput cifar10-uvit-s --reference PATH/TO/ScaleLong --batch 128 --batch 64
+    python -m benchmarks.throughput cifar10-unet
+
+A step is all of it: images from the store, noise, forward, backward, guard, AdamW, two averages, and the signals at
+their interval. References do forward, backward, AdamW and one average on a batch that is already there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import typer
+
+from benchmarks.measure import RESULTS, Contender, race, table, write
+from scalelong import experiment
+from scalelong.backbones.flops import training_flops_per_image
+from scalelong.config import RunConfig, with_overrides
+from scalelong.data.loader import Loader
+from scalelong.data.prepare import prepare
+from scalelong.data.sources import Item, Source
+from scalelong.data.store import Store
+from scalelong.diffusion.process import process_named
+from scalelong.presets import run_preset
+from scalelong.training.step import Stepper
+
+SCALINGS = ("none", "cs:0.7", "ls")
+
+
+def main(
+    preset: Annotated[str, typer.Argument(help="A recipe of scalelong train.")] = "cifar10-uvit-s",
+    batch: Annotated[list[int] | None, typer.Option(help="Images per step; may be given often.")] = None,
+    reference: Annotated[Path | None, typer.Option(help="A checkout of the authors' ScaleLong.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C")] = None,
+    rounds: Annotated[int, typer.Option(help="How often each contender has its turn.")] = 7,
+    steps: Annotated[int, typer.Option(help="Steps per turn.")] = 20,
+    only: Annotated[str, typer.Option(help="Which of ours: captured, compiled, eager; by commas.")] = "",
+    out: Annotated[Path, typer.Option(help="Where the result file goes.")] = RESULTS,
+) -> None:
+    """Time training steps side by side, print a table and write a dated result file."""
+    config = with_overrides(run_preset(preset), settings or [])
+    executions = only.split(",") if only else ["captured", "compiled", "eager"][0 if _on_gpu() else 1 :]
+    with tempfile.TemporaryDirectory() as folder:
+        store = random_store(Path(folder) / "store", config)
+        contenders: list[Contender] = []
+        for size in batch or [config.train.batch_size]:
+            contenders += ours(config, store, size, executions)
+            if reference is not None:
+                contenders += authors(reference, config, size)
+            if preset.endswith("unet"):
+                contenders.append(plain(config, store, size))
+        rows = race(contenders, rounds=rounds, steps=steps)
+    typer.echo(table(rows))
+    typer.echo(f"written: {write(rows, f'throughput-{preset}', out)}")
+
+
+def ours(config: RunConfig, store: Store, batch: int, executions: list[str]) -> Iterator[Contender]:
+    """Each scaling in the first way of running, and the unscaled net in the others."""
+    for execution in executions:
+        for scaling in SCALINGS if execution == executions[0] else ("none",):
+            changed = with_overrides(
+                config,
+                [f"model.scaling={scaling}", f"train.batch_size={batch}", f"train.execution={execution}"],
+            )
+            fitted = experiment.fitted_to(changed, store)
+            yield Contender(
+                f"scalelong, {execution}", scaling, batch, flops(fitted), partial(_our_step, fitted, store)
+            )
+
+
+def _our_step(config: RunConfig, store: Store) -> Callable[[], None]:
+    torch.compiler.reset()
+    device = experiment.default_device()
+    model = experiment.build_model(config, device).train()
+    loader = Loader(store, seed=0, device=device, flip=config.data.flip)
+    stepper = Stepper(model, process_named(config.process), loader, config.train)
+    number = count()
+
+    def step() -> None:
+        n = next(number)
+        stepper.update(n, observed=n % config.train.monitor_every == config.train.monitor_every - 1)
+
+    return step
+
+
+def authors(checkout: Path, config: RunConfig, batch: int) -> Iterator[Contender]:
+    """The published U-ViT with its own scalings, fp16 autocast, eager, as its recipe has it."""
+    c = experiment.build_model(config, "meta").config
+    for scaling, mode in (("none", 0), ("cs:0.7", 2), ("ls", 3)):
+
+        def build(mode: int = mode) -> Any:
+            sys.path.insert(0, str(checkout))
+            try:
+                uvit = importlib.import_module("libs.uvit")
+            finally:
+                sys.path.remove(str(checkout))
+            return uvit.UViT(
+                img_size=c.sample_size, patch_size=c.patch_size, in_chans=c.in_channels, embed_dim=c.hidden_size,
+                depth=c.num_layers, num_heads=c.num_attention_heads, scalelong=mode, kappa=0.7,
+            )  # fmt: skip
+
+        step = partial(_plain_step, build, config, batch, lambda model, x, t: model(x, t))
+        yield Contender("authors' code, fp16 eager", scaling, batch, flops(config), step)
+
+
+def plain(config: RunConfig, store: Store, batch: int) -> Contender:
+    """diffusers' own model as it comes: fp16 autocast, eager."""
+    fitted = experiment.fitted_to(config, store)
+    build = partial(experiment.build_model, fitted)
+    step = partial(_plain_step, build, fitted, batch, lambda model, x, t: model(x, t).sample)
+    return Contender("diffusers, fp16 eager", "none", batch, flops(fitted), step)
+
+
+def _plain_step(build: Any, config: RunConfig, batch: int, call: Any) -> Callable[[], None]:
+    device = experiment.default_device()
+    model = build().to(device).train()
+    average = [p.detach().clone() for p in model.parameters()]
+    optimiser = torch.optim.AdamW(model.parameters(), lr=config.train.lr, betas=config.train.betas)
+    scaler = torch.amp.GradScaler(device)
+    size = config.model.changes.get("sample_size", 32)
+    x = torch.randn(batch, config.model.changes.get("in_channels", 3), size, size, device=device)
+    noise, t = torch.randn_like(x), torch.rand(batch, device=device) * 999
+    dtype = torch.float16 if device == "cuda" else torch.bfloat16
+
+    def step() -> None:
+        optimiser.zero_grad()
+        with torch.autocast(device, dtype):
+            loss = F.mse_loss(call(model, x, t).float(), noise)
+        scaler.scale(loss).backward()
+        scaler.step(optimiser)
+        scaler.update()
+        with torch.no_grad():
+            torch._foreach_lerp_(average, list(model.parameters()), 1e-4)
+
+    return step
+
+
+def flops(config: RunConfig) -> float:
+    """Per image trained."""
+    changes = config.model.changes
+    size, channels = changes.get("sample_size", 32), changes.get("in_channels", 3)
+    unscaled = with_overrides(config, ["model.scaling=none"])
+    return training_flops_per_image(partial(experiment.build_model, unscaled, "meta"), channels, size)
+
+
+def random_store(folder: Path, config: RunConfig, images: int = 10_000) -> Store:
+    """Images of noise: what is in them does not change how long a step takes, as long as it is not constant."""
+    model = experiment.build_model(config, "meta").config  # type: ignore[union-attr]
+    rng = np.random.default_rng(0)
+    shape = (images if _on_gpu() else 64, model.sample_size, model.sample_size, model.in_channels)  # type: ignore[union-attr]
+    pixels = rng.integers(0, 256, shape, dtype=np.uint8)
+    items = lambda: iter(Item(str(i), image) for i, image in enumerate(pixels))  # noqa: E731
+    return prepare(Source("random images", len(pixels), None, items), folder)
+
+
+def _on_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+if __name__ == "__main__":
+    typer.run(main)
