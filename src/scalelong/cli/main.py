@@ -59,13 +59,16 @@ def main() -> None:
     except ValueError as error:
         _stop(2, str(error))
     except OSError as error:
-        _stop(1, f"{error}{_advice(error)}")
+        _stop(1, f"{error}{_advice(error.errno)}")
     except FloatingPointError as error:
         _stop(1, str(error))
-    except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and not re.search("out of memory|allocate memory", str(error)):
-            raise
-        _stop(1, f"out of memory ({str(error).splitlines()[0]}). {_LESS_MEMORY}")
+    except Exception as error:
+        # safetensors reports a full disk, and torch a full memory, in errors that are used for bugs, too.
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            _stop(1, f"{error}{_advice(int(number[1]))}")
+        if isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error)):
+            _stop(1, f"out of memory ({str(error).partition(chr(10))[0]}). {_LESS_MEMORY}")
+        raise
 
 
 _LESS_MEMORY = (
@@ -84,12 +87,12 @@ def _show_warning(message: Warning | str, *where: Any) -> None:
     typer.echo(f"warning: {message}", err=True)
 
 
-def _advice(error: OSError) -> str:
+def _advice(number: int | None) -> str:
     """What to do about what the operating system refused."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ". Free some space and give the same command again: what was saved before is whole."
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return ". Choose a place where you may write, with --out."
-    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
+    if number in (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
         return ". Check the path: its parents are folders where you may write."
     return ""

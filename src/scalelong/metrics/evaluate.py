@@ -117,8 +117,11 @@ def _write(file: Path, reference: Reference) -> None:
         "count": torch.tensor(reference.moments.count),
         "features": reference.features,
     }
-    save_file({key: t.contiguous() for key, t in tensors.items()}, partial)
-    partial.rename(file)
+    try:
+        save_file({key: t.contiguous() for key, t in tensors.items()}, partial)
+        partial.rename(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _read(file: Path) -> Reference:
