@@ -65,7 +65,7 @@ def race(contenders: Sequence[Contender], *, rounds: int, steps: int, warmup: in
                 ms_per_step=round(ms, 4),
                 spread_ms=round(max(found) - min(found), 4),
                 images_per_s=round(rate, 1),
-                tflops=round(rate * contender.flops_per_image / 1e12, 3),
+                tflops=round(rate * contender.flops_per_image / 1e12, 6),
                 peak_tflops=round(peak, 3),
                 memory_gib=round(memory, 2),
                 hardware=hardware(),

@@ -26,36 +26,37 @@ import typer
 from benchmarks.measure import RESULTS, Contender, race, table, write
 from scalelong import experiment
 from scalelong.backbones.flops import training_flops_per_image
-from scalelong.config import RunConfig, with_overrides
+from scalelong.config import DataConfig, ModelConfig, RunConfig, TrainConfig, with_overrides
 from scalelong.data.loader import Loader
 from scalelong.data.prepare import prepare
 from scalelong.data.sources import Item, Source
 from scalelong.data.store import Store
 from scalelong.diffusion.process import process_named
-from scalelong.presets import run_preset
+from scalelong.presets import RUN_PRESETS, model_preset, run_preset
 from scalelong.training.step import Stepper
-
-SCALINGS = ("none", "cs:0.7", "ls")
 
 
 def main(
-    preset: Annotated[str, typer.Argument(help="A recipe of scalelong train.")] = "cifar10-uvit-s",
+    preset: Annotated[str, typer.Argument(help="A recipe of scalelong train, or a network's preset.")] = (
+        "cifar10-uvit-s"
+    ),
     batch: Annotated[list[int] | None, typer.Option(help="Images per step; may be given often.")] = None,
     reference: Annotated[Path | None, typer.Option(help="A checkout of the authors' ScaleLong.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C")] = None,
     rounds: Annotated[int, typer.Option(help="How often each contender has its turn.")] = 7,
     steps: Annotated[int, typer.Option(help="Steps per turn.")] = 20,
     only: Annotated[str, typer.Option(help="Which of ours: captured, compiled, eager; by commas.")] = "",
+    scalings: Annotated[str, typer.Option(help="Which scalings, by commas.")] = "none,cs:0.7,ls",
     out: Annotated[Path, typer.Option(help="Where the result file goes.")] = RESULTS,
 ) -> None:
     """Time training steps side by side, print a table and write a dated result file."""
-    config = with_overrides(run_preset(preset), settings or [])
+    config = with_overrides(recipe(preset), settings or [])
     executions = only.split(",") if only else ["captured", "compiled", "eager"][0 if _on_gpu() else 1 :]
     with tempfile.TemporaryDirectory() as folder:
         store = random_store(Path(folder) / "store", config)
         contenders: list[Contender] = []
         for size in batch or [config.train.batch_size]:
-            contenders += ours(config, store, size, executions)
+            contenders += ours(config, store, size, executions, scalings.split(","))
             if reference is not None:
                 contenders += authors(reference, config, size)
             if preset.endswith("unet"):
@@ -65,26 +66,38 @@ def main(
     typer.echo(f"written: {write(rows, f'throughput-{preset}', out)}")
 
 
-def ours(config: RunConfig, store: Store, batch: int, executions: list[str]) -> Iterator[Contender]:
+def recipe(preset: str) -> RunConfig:
+    """The preset's own, or a plain one around its network."""
+    if preset in RUN_PRESETS:
+        return run_preset(preset)
+    condition = "class" if "num_class_embeds" in model_preset(preset).config else "none"
+    return RunConfig(
+        model=ModelConfig(preset=preset),
+        data=DataConfig(condition=condition, label_dropout=0.0),
+        train=TrainConfig(steps=1, batch_size=128, lr=2e-4),
+    )
+
+
+def ours(
+    config: RunConfig, store: Store, batch: int, executions: list[str], scalings: list[str]
+) -> Iterator[Contender]:
     """Each scaling in the first way of running, and the unscaled net in the others."""
     for execution in executions:
-        for scaling in SCALINGS if execution == executions[0] else ("none",):
+        for scaling in scalings if execution == executions[0] else ("none",):
             changed = with_overrides(
                 config,
                 [f"model.scaling={scaling}", f"train.batch_size={batch}", f"train.execution={execution}"],
             )
             fitted = experiment.fitted_to(changed, store)
             yield Contender(
-                f"scalelong, {execution}", scaling, batch, flops(fitted), partial(_our_step, fitted, store)
+                f"scalelong, {execution}", scaling, batch, flops(fitted), partial(step_of, fitted, store)
             )
 
 
-def _our_step(config: RunConfig, store: Store) -> Callable[[], None]:
-    torch.compiler.reset()
-    device = experiment.default_device()
-    model = experiment.build_model(config, device).train()
-    loader = Loader(store, seed=0, device=device, flip=config.data.flip)
-    stepper = Stepper(model, process_named(config.process), loader, config.train)
+def step_of(config: RunConfig, store: Store) -> Callable[[], None]:
+    """A fresh run's step, with the signals at their interval."""
+    stepper = stepper_for(config, store)
+    stepper.update(0, observed=True)  # both ways of a step are built before the clock starts
     number = count()
 
     def step() -> None:
@@ -92,6 +105,16 @@ def _our_step(config: RunConfig, store: Store) -> Callable[[], None]:
         stepper.update(n, observed=n % config.train.monitor_every == config.train.monitor_every - 1)
 
     return step
+
+
+def stepper_for(config: RunConfig, store: Store) -> Stepper:
+    """A fresh run's stepper, as `experiment.train` makes it."""
+    torch.compiler.reset()
+    device = experiment.default_device()
+    model = experiment.build_model(config, device).train()
+    dropout = config.data.label_dropout if config.data.condition == "class" else None
+    loader = Loader(store, seed=0, device=device, flip=config.data.flip, label_dropout=dropout)
+    return Stepper(model, process_named(config.process), loader, config.train)
 
 
 def authors(checkout: Path, config: RunConfig, batch: int) -> Iterator[Contender]:
@@ -150,8 +173,9 @@ def flops(config: RunConfig) -> float:
     """Per image trained."""
     changes = config.model.changes
     size, channels = changes.get("sample_size", 32), changes.get("in_channels", 3)
-    unscaled = with_overrides(config, ["model.scaling=none"])
-    return training_flops_per_image(partial(experiment.build_model, unscaled, "meta"), channels, size)
+    unscaled = with_overrides(config, ["model.scaling=none", "train.checkpoint_activations=false"])
+    labels = {"class_labels": lambda: torch.zeros(1, dtype=torch.int64)} if config.data.condition == "class" else {}
+    return training_flops_per_image(partial(experiment.build_model, unscaled, "meta"), channels, size, **labels)
 
 
 def random_store(folder: Path, config: RunConfig, images: int = 10_000) -> Store:
@@ -160,8 +184,10 @@ def random_store(folder: Path, config: RunConfig, images: int = 10_000) -> Store
     rng = np.random.default_rng(0)
     shape = (images if _on_gpu() else 64, model.sample_size, model.sample_size, model.in_channels)  # type: ignore[union-attr]
     pixels = rng.integers(0, 256, shape, dtype=np.uint8)
-    items = lambda: iter(Item(str(i), image) for i, image in enumerate(pixels))  # noqa: E731
-    return prepare(Source("random images", len(pixels), None, items), folder)
+    classes = list(map(str, range(model.num_class_embeds))) if model.num_class_embeds else None  # type: ignore[union-attr]
+    label = lambda i: i % len(classes) if classes else None  # noqa: E731
+    items = lambda: iter(Item(str(i), image, label(i)) for i, image in enumerate(pixels))  # noqa: E731
+    return prepare(Source("random images", len(pixels), classes, items), folder)
 
 
 def _on_gpu() -> bool:

@@ -91,6 +91,10 @@ class TrainConfig:
             self.batch_size % self.accumulate == 0, "train.accumulate divides train.batch_size", self.accumulate
         )
         _require(self.lr > 0, "train.lr is positive", self.lr)
+        _require(self.warmup_steps >= 0, "train.warmup_steps is at least 0", self.warmup_steps)
+        _require(self.weight_decay >= 0, "train.weight_decay is at least 0", self.weight_decay)
+        _require(all(0 <= b < 1 for b in self.betas), "train.betas lie in [0, 1)", self.betas)
+        _require(self.steps < 10**12, "train.steps is below 10^12", self.steps)
         _require(self.precision in PRECISIONS, f"train.precision is one of {', '.join(PRECISIONS)}", self.precision)
         _require(self.execution in EXECUTIONS, f"train.execution is one of {', '.join(EXECUTIONS)}", self.execution)
         _require(

@@ -16,9 +16,12 @@ def sha256(file: Path) -> str:
 def write_whole(file: Path, text: str) -> None:
     """Write a text so that a kill leaves the old file or the new one, never half of one."""
     partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    sync(partial)
-    partial.replace(file)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        sync(partial)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

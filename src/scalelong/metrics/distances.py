@@ -24,6 +24,10 @@ class Moments:
         centred = features - mean
         return cls(len(features), mean, centred.T @ centred / max(1, len(features) - 1))
 
+    def to(self, device: torch.device) -> Moments:
+        """The same on another device."""
+        return Moments(self.count, self.mean.to(device), self.covariance.to(device))
+
     def __add__(self, other: Moments) -> Moments:
         """Of both sets together (Chan et al.): a stream of any length in batches."""
         count = self.count + other.count

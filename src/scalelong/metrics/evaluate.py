@@ -27,6 +27,10 @@ class Reference:
     moments: Moments
     features: Tensor
 
+    def to(self, device: torch.device) -> Reference:
+        """The same on another device: the distances are worked out where the samples' features are."""
+        return Reference(self.moments.to(device), self.features.to(device))
+
 
 @dataclass(frozen=True)
 class Quality:
@@ -50,7 +54,7 @@ def reference_of(store: Store, features: Features, cache: Path | None = None, ba
     if file is not None and file.is_file():
         return _read(file)
     parts = (_images(store, start, batch) for start in range(0, len(store), batch))
-    reference = _collect(features(images).cpu() for images in parts)
+    reference = _collect(features(images) for images in parts)
     if file is not None:
         _write(file, reference)
     return reference
@@ -77,7 +81,8 @@ def protocol_of(features: str, num_samples: int, num_images: int, how_sampled: s
 
 def quality_of(samples: Iterable[Tensor], reference: Reference, features: Features, how_sampled: str) -> Quality:
     """Compare batches of samples, [B, C, H, W] in [-1, 1], with a reference."""
-    fake = _collect(features(images).cpu() for images in samples)
+    fake = _collect(features(images) for images in samples)
+    reference = reference.to(fake.features.device)
     for name, side in (("samples", fake), ("images in the data", reference)):
         if len(side.features) <= NEIGHBOURS:
             raise ValueError(f"precision and recall need more than {NEIGHBOURS} {name}, got {len(side.features)}.")
@@ -118,7 +123,7 @@ def _write(file: Path, reference: Reference) -> None:
         "features": reference.features,
     }
     try:
-        save_file({key: t.contiguous() for key, t in tensors.items()}, partial)
+        save_file({key: t.cpu().contiguous() for key, t in tensors.items()}, partial)
         partial.rename(file)
     finally:
         partial.unlink(missing_ok=True)

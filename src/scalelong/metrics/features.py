@@ -57,7 +57,8 @@ class InceptionFeatures:
         if levels.shape[1] == 1:
             levels = levels.expand(-1, 3, -1, -1)
         resized = F.interpolate(levels, (299, 299), mode="bilinear", align_corners=False)
-        features: Tensor = self.network(resized * 2 - 1)
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # a metric is measured in full precision
+            features: Tensor = self.network(resized * 2 - 1)
         return features.flatten(1).double()
 
 

@@ -1,0 +1,90 @@
+"""The benchmarks at toy size: they run, and their figures add up."""
+
+import json
+import math
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from benchmarks import measure, readme, sampling, scaling, signals, throughput
+
+TINY = ["--set", "model.changes.hidden_size=16", "--set", "model.changes.num_layers=2"]
+
+
+def run(module, *arguments):
+    app = Typer()
+    app.command()(module.main)
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def rows_in(folder):
+    (file,) = folder.glob("*.json")
+    return measure.read(file)
+
+
+def test_throughput(tmp_path):
+    output = run(
+        throughput, "digits", *TINY, "--batch", "4", "--only", "eager", "--rounds", "2", "--steps", "1",
+        "--out", str(tmp_path),
+    )  # fmt: skip
+    rows = rows_in(tmp_path)
+    assert [row.scaling for row in rows] == ["none", "cs:0.7", "ls"]
+    assert "ms/step" in output
+    for row in rows:
+        assert row.images_per_s == pytest.approx(4 / row.ms_per_step * 1e3, rel=1e-2)
+        assert row.peak_tflops > 0
+    assert set(json.loads(next(tmp_path.glob("*.json")).read_text())[0]) >= {
+        "name", "scaling", "batch", "ms_per_step", "images_per_s", "tflops", "peak_tflops", "memory_gib",
+        "hardware", "torch",
+    }  # fmt: skip
+
+
+def test_the_authors_code_takes_part(tmp_path):
+    """A checkout is a folder with libs/uvit.py; this one has the same signature, and a net of one layer."""
+    (tmp_path / "libs").mkdir()
+    (tmp_path / "libs" / "uvit.py").write_text(
+        "import torch\n"
+        "class UViT(torch.nn.Module):\n"
+        "    def __init__(self, img_size, patch_size, in_chans, embed_dim, depth, num_heads, scalelong, kappa):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Conv2d(in_chans, in_chans, 1)\n"
+        "    def forward(self, x, t):\n"
+        "        return self.layer(x)\n"
+    )
+    config = throughput.with_overrides(throughput.recipe("cifar10-uvit-xs"), [])
+    (none, cs, ls) = throughput.authors(tmp_path, config, 2)
+    assert (none.scaling, cs.scaling, ls.scaling) == ("none", "cs:0.7", "ls")
+    none.start()()
+
+
+def test_scaling_follows_the_flops(tmp_path):
+    output = run(
+        scaling, "digits", *TINY, "--set", "train.batch_size=4", "--axes", "batch", "--rounds", "1",
+        "--steps", "1", "--out", str(tmp_path),
+    )  # fmt: skip
+    assert "batch: time grows as FLOPs^" in output
+    assert [row.batch for row in rows_in(tmp_path)] == [2, 4, 8]
+
+
+def test_the_exponent_of_a_known_growth():
+    def row(ms, work):
+        return measure.Row("x", "none", 1, ms, 0, 1, work / ms, 1, 0, "", "")
+
+    assert math.isclose(scaling.exponent([row(1, 1), row(2, 2), row(4, 4)]), 1)
+    assert math.isclose(scaling.exponent([row(1, 1), row(2, 4)]), 0.5)
+
+
+def test_sampling_and_signals(tmp_path):
+    out = run(sampling, "digits", "--num", "2", "--batch", "2", "--steps", "2", "--out", str(tmp_path / "a"))
+    assert "2 images:" in out
+    out = run(signals, "digits", *TINY, "--rounds", "1", "--steps", "1", "--out", str(tmp_path / "b"))
+    assert "of the time" in out
+    assert [row.name for row in rows_in(tmp_path / "b")] == ["plain step", "observed step"]
+
+
+def test_the_readme_shows_the_newest_results():
+    text = readme.README.read_text()
+    assert readme.updated(text) == text, "run: python -m benchmarks.readme"
