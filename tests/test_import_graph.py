@@ -26,6 +26,7 @@ ALLOWED = {
     "backbones": {"backbones", "kernels", "skips", "presets", "saving"},
     "report": {"report", "config", "data", "training"},
     "comparison": {"config", "data"},
+    "judging": {"config", "data", "experiment", "metrics"},
     "experiment": {"backbones", "config", "data", "diffusion", "presets", "training"},
     "export": {"backbones", "diffusion", "experiment", "saving", "skips"},
     "pipeline": set(),

@@ -13,8 +13,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
-
 from scalelong.config import RunConfig, with_overrides
 from scalelong.data.store import open_store
 
@@ -80,19 +78,12 @@ def run_all(
 def run_one(member: Member, data: Path) -> bool:
     """Train one member; its samples are judged on pixels as it goes."""
     from scalelong import experiment
-    from scalelong.metrics.evaluate import quality_of, reference_of
+    from scalelong.judging import judge_for
     from scalelong.metrics.features import PixelFeatures
 
     store = open_store(data)
-    config = experiment.fitted_to(member.config, store)
-    reference = reference_of(store, PixelFeatures())
-
-    def judge(model: nn.Module) -> dict[str, float]:
-        images = experiment.draw(config, model, _JUDGED_SAMPLES, seed=1, steps=_JUDGED_STEPS)
-        quality = quality_of([images], reference, PixelFeatures(), "")
-        return {"pixel_fid": quality.fid, "precision": quality.precision, "recall": quality.recall}
-
-    return experiment.train(config, store, member.folder, judge=judge)
+    judge = judge_for(member.config, store, PixelFeatures(), num=_JUDGED_SAMPLES, steps=_JUDGED_STEPS)
+    return experiment.train(member.config, store, member.folder, judge=judge)
 
 
 def default_workers(device: str) -> int:

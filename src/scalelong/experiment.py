@@ -30,7 +30,7 @@ from scalelong.diffusion.process import process_named
 from scalelong.diffusion.sampling import check_request, sample
 from scalelong.presets import model_preset
 from scalelong.training import checkpoint
-from scalelong.training.ema import default_rate
+from scalelong.training.ema import EMA, default_rate
 from scalelong.training.fit import CHECKPOINTS, Fit, Progress
 from scalelong.training.log import RunLog, environment
 from scalelong.training.step import Stepper
@@ -49,11 +49,13 @@ def train(
     device: str | None = None,
     show: Callable[[Progress], None] = lambda progress: None,
     judge: Callable[[nn.Module], dict[str, float]] | None = None,
+    judge_every: int | None = None,
     logger: str = "tensorboard",
 ) -> bool:
     """Train a model into the folder `out`, or go on with the run that is there. True when it is done.
 
-    `judge` gets the model with averaged weights whenever samples are drawn; what it finds is logged.
+    `judge` gets the model with each of the averaged weights, every `judge_every` steps (by default whenever
+    samples are drawn); what it finds is logged, that of the settled average under its plain name.
     `logger` is tensorboard, wandb (both) or none; metrics.jsonl is always written.
     """
     check_logger(logger)
@@ -71,17 +73,28 @@ def train(
     _open_run(config, out)  # last: settings that cannot be leave no folder behind
     log = RunLog(out, fit.resume(), logger, to_dict(config))
 
-    def save_grid(step: int) -> None:
-        rate = default_rate(list(config.train.ema_rates), step)
-        ema = next(ema for ema in fit.emas if ema.rate == rate)
-        with ema.applied_to(model):
-            write_grid(draw(config, model, 16, seed=0), out / SAMPLES / f"step-{step:09d}.png")
-            if judge is not None:
-                log.write(step, quality=judge(model) | {"ema": rate})
-        model.train()
+    def settled() -> EMA:
+        rate = default_rate(list(config.train.ema_rates), fit.step)
+        return next(ema for ema in fit.emas if ema.rate == rate)
 
+    def save_grid(step: int) -> None:
+        with settled().applied_to(model):
+            write_grid(draw(config, model, 16, seed=0), out / SAMPLES / f"step-{step:09d}.png")
+
+    def write_quality(step: int) -> None:
+        found: dict[str, float] = {"ema": settled().rate}
+        for ema in fit.emas:
+            with ema.applied_to(model):
+                figures = judge(model)  # type: ignore[misc]
+            found |= {f"{name} at {ema.rate}": value for name, value in figures.items()}
+            found |= figures if ema is settled() else {}
+        log.write(step, quality=found)
+
+    events = [(config.train.sample_every, save_grid)]
+    if judge is not None:
+        events.append((judge_every or config.train.sample_every, write_quality))
     with log:
-        return fit.run(log, show=show, sample=save_grid)
+        return fit.run(log, show=show, events=events)
 
 
 def fitted_to(config: RunConfig, store: Store) -> RunConfig:

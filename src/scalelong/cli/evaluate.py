@@ -42,12 +42,9 @@ def evaluate(
     """FID, KID, precision and recall of samples against data, with the protocol beside the numbers."""
     from scalelong import experiment
     from scalelong.metrics.evaluate import quality_of, reference_of, statistics_folder
-    from scalelong.metrics.features import KINDS, InceptionFeatures, PixelFeatures
+    from scalelong.metrics.features import check_kind, features_named
 
-    if features not in KINDS:
-        raise ValueError(f"--features is inception or pixels, got {features!r}.")
-    if features == "pixels" and inception is not None:
-        raise ValueError("--inception is not used with --features pixels; leave one of them out.")
+    check_kind(features, inception)
     device = experiment.usable_device(device)
     loaded = experiment.load_run(run, ema_rate=ema, device=device)
     how: dict[str, Any] = {"guidance": guidance, "sampler": sampler, "steps": steps}
@@ -60,7 +57,7 @@ def evaluate(
             plan = {"run": str(run), **planned}
             print_result(plan, as_json, evaluation_text(plan))
             return
-        network = PixelFeatures() if features == "pixels" else InceptionFeatures(inception, device)
+        network = features_named(features, inception, device)
         reference = reference_of(store, network, statistics_folder())
     samples = _drawn(loaded, num, batch, seed=seed, **how)
     quality = quality_of(samples, reference, network, settings)

@@ -35,16 +35,25 @@ def train(
     logger: Annotated[
         str, typer.Option(help="tensorboard, wandb (both), or none; metrics.jsonl is always written.")
     ] = "tensorboard",
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="Log FID, KID, precision, recall of each average every so often."),
+    ] = None,
+    evaluate_num: Annotated[int, typer.Option(min=4, help="From how many samples.")] = 10_000,
+    features: Annotated[str, typer.Option(help="inception, or pixels for tiny images.")] = "inception",
+    inception: Annotated[Path | None, typer.Option(help="The FID network's TorchScript file.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
     """Train a preset on prepared data. Ctrl-C saves and stops; the same command goes on."""
     from scalelong import experiment
     from scalelong.config import with_overrides
+    from scalelong.metrics.features import check_kind, features_named
     from scalelong.presets import run_preset
     from scalelong.training.trackers import check_logger
 
     check_logger(logger)
+    check_kind(features, inception)
     overrides = [*([f"model.scaling={scaling}"] if scaling else []), *(settings or [])]
     config = with_overrides(run_preset(preset), overrides)
     out = out or Path("runs") / f"{preset}-{config.model.scaling.replace('/', '-').replace(':', '-')}"
@@ -55,7 +64,12 @@ def train(
             plan = training_plan(config, store, out, device)
             print_result(plan, as_json, training_text(plan))
             return
-        done = _run(config, store, out, device, logger)
+        judge = None
+        if evaluate_every is not None:
+            from scalelong.judging import judge_for
+
+            judge = judge_for(config, store, features_named(features, inception, device), num=evaluate_num)
+        done = _run(config, store, out, device, logger=logger, judge=judge, judge_every=evaluate_every)
     _write_report(out)
     step = config.train.steps if done else experiment.last_step(out)
     again = "" if done else " Stopped on request; the same command goes on from there."
@@ -66,7 +80,7 @@ def train(
     )
 
 
-def _run(config: RunConfig, store: Any, out: Path, device: str, logger: str) -> bool:
+def _run(config: RunConfig, store: Any, out: Path, device: str, **how: Any) -> bool:
     from scalelong import experiment
     from scalelong.training.fit import Progress
 
@@ -81,7 +95,7 @@ def _run(config: RunConfig, store: Any, out: Path, device: str, logger: str) -> 
                 speed = bar.tasks[0].speed or 0.0
                 bar.update(task, note=f"loss {progress.loss:.4f}, {speed * config.train.batch_size:,.0f} images/s")
 
-        return experiment.train(config, store, out, device=device, show=show, logger=logger)
+        return experiment.train(config, store, out, device=device, show=show, **how)
 
 
 def _write_report(out: Path) -> None:

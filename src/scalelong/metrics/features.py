@@ -62,6 +62,20 @@ class InceptionFeatures:
         return features.flatten(1).double()
 
 
+def check_kind(kind: str, inception: Path | None) -> None:
+    """Refuse what `features_named` cannot give."""
+    if kind not in KINDS:
+        raise ValueError(f"--features is inception or pixels, got {kind!r}.")
+    if kind == "pixels" and inception is not None:
+        raise ValueError("--inception is not used with --features pixels; leave one of them out.")
+
+
+def features_named(kind: str, inception: Path | None, device: str) -> Features:
+    """The features of a kind; `inception` is the FID network's file, where it is not to be looked for."""
+    check_kind(kind, inception)
+    return PixelFeatures() if kind == "pixels" else InceptionFeatures(inception, device)
+
+
 KINDS: dict[str, type[InceptionFeatures] | type[PixelFeatures]] = {
     "inception": InceptionFeatures,
     "pixels": PixelFeatures,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from scalelong.data.files import write_whole
 from scalelong.report import figures
-from scalelong.report.runs import Run, by_scaling, summary_rows
+from scalelong.report.runs import Run, by_scaling, quality_key, summary_rows
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
 
@@ -45,6 +45,7 @@ class Section:
 
 
 def _sections(groups: dict[str, list[Run]]) -> list[Section]:
+    key, name = quality_key([run for runs in groups.values() for run in runs])
     return [
         Section(
             "Loss",
@@ -53,8 +54,9 @@ def _sections(groups: dict[str, list[Run]]) -> list[Section]:
         ),
         Section(
             "Quality against steps",
-            "Fréchet distance on pixels of the samples drawn on the way: lower is better.",
-            figures.curves(groups, ("quality", "pixel_fid"), "pixel FID", log=True),
+            "Fréchet distance between the data and samples drawn on the way, on "
+            f"{'the features of Inception' if key == 'fid' else 'pixels'}: lower is better.",
+            figures.curves(groups, ("quality", key), name, log=True),
         ),
         Section(
             "Gradient norm",

@@ -86,6 +86,17 @@ def spread(values: list[float]) -> tuple[float, float]:
     return sum(finite) / len(finite), (max(finite) - min(finite)) / 2
 
 
+def quality_key(runs: list[Run]) -> tuple[str, str]:
+    """(name in the log, name to show) of the runs' Fréchet distance."""
+    on_inception = any(run.series("quality", "fid")[0] for run in runs)
+    return ("fid", "FID") if on_inception else ("pixel_fid", "pixel FID")
+
+
+def _quality(runs: list[Run]) -> dict[str, str]:
+    key, name = quality_key(runs)
+    return {name: _show([run.last("quality", key) for run in runs])}
+
+
 def summary_rows(groups: dict[str, list[Run]]) -> list[dict[str, str]]:
     """One row per scaling: what the terminal and the page show."""
     rows = []
@@ -95,7 +106,7 @@ def summary_rows(groups: dict[str, list[Run]]) -> list[dict[str, str]]:
                 "scaling": scaling,
                 "seeds": str(len(runs)),
                 "loss": _show([r.last("loss", over=10) for r in runs]),
-                "pixel FID": _show([r.last("quality", "pixel_fid") for r in runs]),
+                **_quality(runs),
                 "gradient norm": _show([r.last("gradient norm", over=10) for r in runs]),
                 "its oscillation": _show([r.last("oscillation", "gradient norm") for r in runs]),
                 "ms per step": _show([1000 * r.last("seconds_per_step", over=10) for r in runs]),

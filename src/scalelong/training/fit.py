@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,42 +78,43 @@ class Fit:
         log: RunLog,
         *,
         show: Callable[[Progress], None] = lambda progress: None,
-        sample: Callable[[int], None] = lambda step: None,
+        events: Sequence[tuple[int, Callable[[int], None]]] = (),
     ) -> bool:
-        """Train to the last step. True when done, False when Ctrl-C or SIGTERM ended it after a save."""
+        """Train to the last step. True when done, False when Ctrl-C or SIGTERM ended it after a save.
+
+        `events` are (interval, what to call with the step), for samples and the like; all come at the end, too.
+        """
         self.model.train()
         with _Interruption() as interruption:
             since, started = self.step, time.perf_counter()
             while self.step < self.config.steps:
                 signals = self._update()
-                last = self.step == self.config.steps
-                due = {
-                    "log": self.step % self.config.log_every == 0 or last,
-                    "sample": self.step % self.config.sample_every == 0 or last,
-                    "save": self.step % self.config.checkpoint_every == 0 or last,
-                }
-                looked = any(due.values()) or signals or self.step % self._look_every == 0
+                happens = [call for interval, call in events if self._due(interval)]
+                log_now, save_now = self._due(self.config.log_every), self._due(self.config.checkpoint_every)
+                looked = log_now or save_now or happens or signals or self.step % self._look_every == 0
                 if looked:
                     self._check()
-                if due["log"]:
+                if log_now:
                     self._log(log, signals, (time.perf_counter() - started) / (self.step - since))
                     since, started = self.step, time.perf_counter()
                 elif signals:
                     log.write(self.step, signals=signals)
-                show(Progress(self.step, self.config.steps, self.recent_loss() if looked else None))
-                if due["sample"]:
-                    sample(self.step)
+                show(Progress(self.step, self.config.steps, self.stepper.loss.item() if looked else None))
+                paused = time.perf_counter()
+                for call in happens:
+                    call(self.step)
+                    self.model.train()
                 stopping = interruption.asked
-                if due["save"] or stopping:
+                if save_now or stopping:
                     self._check()
                     self.save()
                 if stopping:
                     return False
+                started += time.perf_counter() - paused  # a step's time is the step's alone
         return True
 
-    def recent_loss(self) -> float:
-        """The loss of the last update."""
-        return self.stepper.loss.item()
+    def _due(self, interval: int) -> bool:
+        return self.step % interval == 0 or self.step == self.config.steps
 
     def _update(self) -> Signals:
         observed = (self.step + 1) % self.config.monitor_every == 0
