@@ -14,35 +14,60 @@ if TYPE_CHECKING:
     from scalelong.data.sources import Source
 
 EXAMPLES = (
-    "Examples: [bold]scalelong prepare my_images --size 64 --out data/mine[/] or "
-    "[bold]scalelong prepare cifar-10-python.tar.gz --out data/cifar10[/]"
+    "Examples: [bold]scalelong prepare my_images --size 64 --out data/mine[/], "
+    "[bold]scalelong prepare cifar-10-python.tar.gz --out data/cifar10[/], "
+    "[bold]scalelong prepare celeba:CelebA --out data/celeba64[/], "
+    "[bold]scalelong prepare imagenet64:ILSVRC2012 --out data/imagenet64[/], "
+    "[bold]scalelong prepare coco:coco2014 --split train --size 256 --out data/coco[/] or "
+    "[bold]scalelong prepare shards:tars --size 256 --crop adm --out data/index[/]"
 )
+
+_INDEX_BYTES = 4 * 8  # of an image that stays in its shard: number of the shard, first byte, bytes, label
 
 
 def prepare(
     source: Annotated[
         str,
         typer.Argument(
-            help="'digits', an image folder (class subfolders become labels), CIFAR-10 in any form, "
-            "a parquet file, a saved Hugging Face dataset, or hf:NAME."
+            help="'digits', an image folder (class subfolders become labels), CIFAR-10 in any form, a parquet file "
+            "or a folder of some, a saved Hugging Face dataset, hf:NAME, or one of celeba:PATH, imagenet64:PATH, "
+            "imagenet256:PATH, imagenet512:PATH, coco:PATH, and shards:PATH for webdataset tars, whose images stay "
+            "where they are."
         ),
     ],
     out: Annotated[Path, typer.Option(help="The folder to write.")],
-    size: Annotated[int | None, typer.Option(min=1, help="Crop to the centre square and resize to this.")] = None,
+    size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Crop to a square and resize to this; celeba is 64, coco 256 unless told."),
+    ] = None,
+    crop: Annotated[
+        str | None,
+        typer.Option(
+            help="How: centre (the centre square, by Lanczos), adm (ImageNet's) or celeba (128×128 of the aligned "
+            "images). The default is the source's own."
+        ),
+    ] = None,
     split: Annotated[str, typer.Option(help="Which split, where a source has several.")] = "train",
     image_column: Annotated[str, typer.Option(help="The column of images in a table.")] = "image",
+    caption_column: Annotated[
+        str | None, typer.Option(help="The column of captions; by default captions, caption or text, if there.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
-    """Decode once into memory-mapped arrays, with labels and a manifest of counts and checksums."""
+    """Decode once into memory-mapped arrays, with labels, captions and a manifest of counts and checksums."""
     from scalelong.data.prepare import prepare as run
     from scalelong.data.sources import open_source
 
-    found = open_source(source, split=split, size=size, image_column=image_column)
+    found = open_source(
+        source, split=split, size=size, crop=crop, image_column=image_column, caption_column=caption_column
+    )
     if size is not None:
         _check_resized(found, size)
     if dry_run:
         plan = preparation_plan(found, out)
+        if found.shards is not None:
+            plan["bytes"] = found.count * _INDEX_BYTES
         print_result(plan, as_json, preparation_text(plan))
         return
     store = run(found, out, progress=lambda items, count: tracked(items, count, f"preparing {found.description}"))
@@ -50,6 +75,8 @@ def prepare(
     for line in manifest.skipped:
         typer.echo(f"skipped {line}", err=True)
     labels = f", {store.num_classes} classes" if store.num_classes else ""
+    captions = ", with captions" if store.captions is not None else ""
+    shards = f", left in {len(manifest.shards)} shards" if manifest.shards is not None else ""
     print_result(
         {
             "out": str(out),
@@ -58,11 +85,13 @@ def prepare(
             "width": manifest.width,
             "channels": manifest.channels,
             "classes": manifest.classes,
+            "captions": store.captions is not None,
+            "shards": manifest.shards,
             "skipped": manifest.skipped,
         },
         as_json,
-        f"{out}: {len(store):,} images of {manifest.width}×{manifest.height}×{manifest.channels}{labels}. "
-        f"Next: scalelong train PRESET --data {out}",
+        f"{out}: {len(store):,} images of {manifest.width}×{manifest.height}×{manifest.channels}{labels}{captions}"
+        f"{shards}. Next: scalelong train PRESET --data {out}",
     )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from scalelong.data.random import Stream, permutation
+from scalelong.data.shards import ShardImages
 from scalelong.data.store import Store
 
 
@@ -25,7 +28,8 @@ class Batch:
 class Loader:
     """The endless, reshuffled stream of a store's images, flips included.
 
-    A store of up to `resident_bytes` lives on the device; a larger one is read through its memory map.
+    A store of up to `resident_bytes` lives on the device; a larger one is read through its memory map. Shards are
+    decoded as they are needed, the next batch ahead while the device is busy with this one.
     """
 
     def __init__(
@@ -50,9 +54,12 @@ class Loader:
         self.flips = Stream(seed, "flip") if flip else None
         self.drops = Stream(seed, "label dropout") if label_dropout else None
         self.resident = None
-        if store.images.nbytes <= resident_bytes:
+        if not isinstance(store.images, ShardImages) and store.images.nbytes <= resident_bytes:
             self.resident = torch.from_numpy(np.array(store.images)).to(self.device)
-        self.labels = None if store.labels is None else torch.from_numpy(store.labels).to(self.device)
+        # Where images are read by the host, their order stays there: to ask the device for it would wait for it.
+        self._place = self.device if self.resident is not None else torch.device("cpu")
+        self.labels = None if store.labels is None else torch.from_numpy(store.labels).to(self._place)
+        self._ahead = _Ahead()
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def batch(self, start: int, size: int) -> Batch:
@@ -65,13 +72,14 @@ class Loader:
         if self.resident is not None:
             pixels = self.resident[rows]
         else:
-            pixels = torch.from_numpy(self.store.images[rows.cpu().numpy()])
+            pixels = torch.from_numpy(self._read(start, size, rows.numpy()))
             pixels = pixels.pin_memory() if self.device.type == "cuda" else pixels
         labelled = self.label_dropout is not None and self.labels is not None
         return pixels, self.labels[rows] if labelled else None  # type: ignore[index]
 
     def finish(self, pixels: Tensor, labels: Tensor | None, indices: Tensor) -> Batch:
         """What is drawn by the position in the stream: flips and dropped labels. Operations on tensors alone."""
+        labels = None if labels is None else labels.to(self.device)
         images = pixels.to(self.device).permute(0, 3, 1, 2).to(torch.float32) / 127.5 - 1
         if self.flips is not None:
             flipped = (self.flips.bits(indices, 1)[:, 0] & 1).bool()
@@ -85,7 +93,18 @@ class Loader:
         """Empty tensors on the device that a fetch of `size` images fits into."""
         pixels, labels = self.fetch(0, 1)
         room = torch.empty((size, *pixels.shape[1:]), dtype=pixels.dtype, device=self.device)
-        return room, None if labels is None else labels.new_empty(size)
+        return room, None if labels is None else labels.new_empty(size, device=self.device)
+
+    def _read(self, start: int, size: int, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        images = self.store.images
+        if not isinstance(images, ShardImages):
+            return images[rows]
+        requested = self._ahead.take(start, size)
+        if requested is None:
+            requested = images.request(rows)
+        coming = self._ahead.guess(start, size)
+        self._ahead.put(coming, size, images.request(self._rows(coming, size).numpy()))
+        return images.gather(requested)
 
     def _rows(self, start: int, size: int) -> Tensor:
         """Which images of the store these are: each epoch has its own order, and a batch may span some."""
@@ -98,4 +117,31 @@ class Loader:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _shuffled(self, epoch: int) -> Tensor:
-        return permutation(self.seed, "order", epoch, len(self.store)).to(self.device)
+        return permutation(self.seed, "order", epoch, len(self.store)).to(self._place)
+
+
+class _Ahead:
+    """The batch that will be asked for next, if the steps go on as they went. A wrong guess costs time alone."""
+
+    def __init__(self) -> None:
+        self.last: tuple[int, int] | None = None
+        self.key: tuple[int, int] | None = None
+        self.requested: list[Future[Any]] = []
+
+    def take(self, start: int, size: int) -> list[Future[Any]] | None:
+        """What was begun for this batch; anything else that was begun is given up."""
+        if self.key == (start, size):
+            return self.requested
+        for future in self.requested:
+            future.cancel()
+        return None
+
+    def guess(self, start: int, size: int) -> int:
+        """As far on as the last step went: with several processes, each leaves out the others' images."""
+        stride = start - self.last[0] if self.last is not None and self.last[1] == size else size
+        self.last = start, size
+        return start + (stride if stride > 0 else size)
+
+    def put(self, start: int, size: int, requested: list[Future[Any]]) -> None:
+        """Remember what was begun."""
+        self.key, self.requested = (start, size), requested

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
@@ -10,12 +12,15 @@ from pathlib import Path
 import numpy as np
 
 from scalelong.data.files import sha256, sync, sync_folder
-from scalelong.data.sources import Item, Source, SourceError
+from scalelong.data.images import Image, Item, Source, SourceError, in_threads
 from scalelong.data.store import (
+    CAPTIONS,
     FORMAT,
     IMAGES,
+    INDEX,
     LABELS,
     MANIFEST,
+    SHARDS_FORMAT,
     ImageWriter,
     Manifest,
     Store,
@@ -38,7 +43,7 @@ def prepare(
     # Beside the target, so that the last step is a rename on one filesystem.
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
     try:
-        _fill(work, source, progress)
+        _fill(work, out, source, progress)
         sync_folder(work)
         if out.is_dir():
             out.rmdir()
@@ -50,46 +55,112 @@ def prepare(
     return open_store(out)
 
 
-def _fill(work: Path, source: Source, progress: Callable[[Iterable[Item], int], Iterable[Item]] | None) -> None:
-    writer, labels, skipped = ImageWriter(work / IMAGES), [], []
+def _fill(
+    work: Path, out: Path, source: Source, progress: Callable[[Iterable[Item], int], Iterable[Item]] | None
+) -> None:
+    writer = _Writer(work, source)
     items: Iterable[Item] = source.items()
     for item in progress(items, source.count) if progress else items:
-        if item.image is None:
-            skipped.append(f"{item.name}: {item.error}")
-            _check_skipped(skipped, source.count)
-            continue
-        if writer.shape is not None and item.image.shape != writer.shape:
-            (h, w, _), (h2, w2, _) = writer.shape, item.image.shape
-            raise SourceError(
-                f"all images of a store have one size: the first is {w}×{h}, {item.name} is {w2}×{h2}; "
-                "give --size N to crop and resize them all."
-            )
-        if source.classes is not None and item.label is None:
-            raise SourceError(f"{item.name} has no label, and others have; label all images or none.")
-        writer.append(item.image)
-        labels.append(item.label)
-    writer.close()
-    if not writer.count or writer.shape is None:
-        raise SourceError(
-            f"{source.description} gave no images" + (f"; the first problem: {skipped[0]}" if skipped else ".")
-        )
-    names = [IMAGES]
-    if source.classes is not None:
-        np.save(work / LABELS, np.asarray(labels, np.int64))
-        names.append(LABELS)
+        writer.append(item)
+    names = writer.close()
+    checksums = {name: sha256(work / name) for name in names}
+    shards = _shard_names(source.shards, out)
+    if source.shards is not None and shards is not None:
+        checksums |= dict(zip(shards, in_threads(sha256, source.shards), strict=True))
     height, width, channels = writer.shape
     manifest = Manifest(
-        format=FORMAT,
+        format=FORMAT if shards is None else SHARDS_FORMAT,
         source=source.description,
         count=writer.count,
         height=height,
         width=width,
         channels=channels,
         classes=source.classes,
-        skipped=skipped,
-        sha256={name: sha256(work / name) for name in names},
+        skipped=writer.skipped,
+        sha256=checksums,
+        shards=shards,
+        crop=source.crop,
     )
     write_manifest(work, manifest)
+
+
+class _Writer:
+    """Items to files: pixels or places, labels where the source has classes, captions where the items have them."""
+
+    def __init__(self, work: Path, source: Source) -> None:
+        self.work, self.source = work, source
+        self.pixels = ImageWriter(work / IMAGES) if source.shards is None else None
+        self.captions = (work / CAPTIONS).open("w", encoding="utf-8")
+        self.places: list[tuple[int, int, int] | None] = []
+        self.labels: list[int | None] = []
+        self.skipped: list[str] = []
+        self.shape: tuple[int, ...] = ()
+        self.captioned: bool | None = None
+        self.count = 0
+
+    def append(self, item: Item) -> None:
+        if item.image is None:
+            self.skipped.append(f"{item.name}: {item.error}")
+            _check_skipped(self.skipped, self.source.count)
+            return
+        self._check(item, item.image)
+        if self.pixels is not None:
+            self.pixels.append(item.image)
+        else:
+            self.places.append(item.place)
+        self.labels.append(item.label)
+        if item.captions is not None:
+            self.captions.write(json.dumps(item.captions, ensure_ascii=False) + "\n")
+        self.count += 1
+
+    def _check(self, item: Item, image: Image) -> None:
+        if not self.count:
+            self.shape, self.captioned = image.shape, item.captions is not None
+        if image.shape != self.shape:
+            (h, w, _), (h2, w2, _) = self.shape, image.shape
+            raise SourceError(
+                f"all images of a store have one size: the first is {w}×{h}, {item.name} is {w2}×{h2}; "
+                "give --size N to crop and resize them all."
+            )
+        if self.source.classes is not None and item.label is None:
+            raise SourceError(f"{item.name} has no label, and others have; label all images or none.")
+        if (item.captions is not None) != self.captioned:
+            has = "no caption, and others have one" if self.captioned else "a caption, and others have none"
+            raise SourceError(f"{item.name} has {has}; describe all images or none.")
+
+    def close(self) -> list[str]:
+        """Finish the files and name them."""
+        self.captions.close()
+        if self.pixels is not None:
+            self.pixels.close()
+        if not self.count:
+            raise SourceError(
+                f"{self.source.description} gave no images"
+                + (f"; the first problem: {self.skipped[0]}" if self.skipped else ".")
+            )
+        names = [IMAGES]
+        if self.pixels is None:
+            np.save(self.work / INDEX, np.asarray(self.places, np.int64))
+            names = [INDEX]
+        if self.source.classes is not None:
+            np.save(self.work / LABELS, np.asarray(self.labels, np.int64))
+            names.append(LABELS)
+        if self.captioned:
+            names.append(CAPTIONS)
+        else:
+            (self.work / CAPTIONS).unlink()
+        return names
+
+
+def _shard_names(shards: tuple[Path, ...] | None, out: Path) -> list[str] | None:
+    """Relative for shards that lie beside the store, so that both can be moved together; else absolute."""
+    if shards is None:
+        return None
+    beside = out.parent.resolve()
+    files = [file.resolve() for file in shards]
+    return [
+        os.path.relpath(file, beside / out.name) if file.is_relative_to(beside) else str(file) for file in files
+    ]
 
 
 def _check_skipped(skipped: list[str], count: int) -> None:

@@ -1,4 +1,7 @@
-"""A prepared dataset: one folder with memory-mapped uint8 images, labels and a manifest with checksums."""
+"""A prepared dataset: one folder with memory-mapped uint8 images, labels, captions and a manifest with checksums.
+
+A store of shards has, in the images' place, an index of where they lie in tars outside of it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,19 @@ import contextlib
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import numpy as np
 
 from scalelong.data.files import sha256
+from scalelong.data.images import Decoder
+from scalelong.data.shards import ShardImages
 
-FORMAT = "scalelong-store-1"
-IMAGES, LABELS, MANIFEST, VERIFIED = "images.npy", "labels.npy", "manifest.json", ".verified"
+FORMAT, SHARDS_FORMAT = "scalelong-store-1", "scalelong-shards-1"
+IMAGES, LABELS, CAPTIONS, INDEX = "images.npy", "labels.npy", "captions.jsonl", "index.npy"
+MANIFEST, VERIFIED = "manifest.json", ".verified"
 _HEADER_BYTES = 128
 
 
@@ -24,7 +31,11 @@ class StoreError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a store holds and where it came from; written last, so that its presence means a whole store."""
+    """What a store holds and where it came from; written last, so that its presence means a whole store.
+
+    `sha256` has a checksum for every file, the shards included; `shards` are their paths, relative to the store
+    where they lie beside it, and `crop` how their images are cut (None: as they are).
+    """
 
     format: str
     source: str
@@ -35,6 +46,8 @@ class Manifest:
     classes: list[str] | None
     skipped: list[str]
     sha256: dict[str, str]
+    shards: list[str] | None = None
+    crop: str | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -50,18 +63,20 @@ class Manifest:
             manifest = cls(**json.loads(file.read_text(encoding="utf-8")))
         except (TypeError, json.JSONDecodeError) as error:
             raise StoreError(f"{file} cannot be read ({error}); prepare the dataset again.") from error
-        if manifest.format != FORMAT:
-            raise StoreError(f"{file} has the format {manifest.format!r}, this version reads {FORMAT!r}.")
+        if manifest.format not in (FORMAT, SHARDS_FORMAT):
+            raise StoreError(
+                f"{file} has the format {manifest.format!r}, this version reads {FORMAT!r} and {SHARDS_FORMAT!r}."
+            )
         return manifest
 
 
 @dataclass(frozen=True)
 class Store:
-    """Images [N, H, W, C] uint8, mapped not read, and labels [N] int64 or None."""
+    """Images [N, H, W, C] uint8, mapped not read (or decoded from shards when asked for), and labels [N] int64."""
 
     folder: Path
     manifest: Manifest
-    images: np.ndarray[Any, np.dtype[np.uint8]]
+    images: np.ndarray[Any, np.dtype[np.uint8]] | ShardImages
     labels: np.ndarray[Any, np.dtype[np.int64]] | None
 
     def __len__(self) -> int:
@@ -71,6 +86,17 @@ class Store:
     def num_classes(self) -> int:
         """0 without labels."""
         return len(self.manifest.classes or ())
+
+    @cached_property
+    def captions(self) -> list[tuple[str, ...]] | None:
+        """All captions of each image, or None; read when first asked for."""
+        if CAPTIONS not in self.manifest.sha256:
+            return None
+        with (self.folder / CAPTIONS).open(encoding="utf-8") as lines:
+            captions = [tuple(json.loads(line)) for line in lines]
+        if len(captions) != len(self):
+            raise StoreError(f"{self.folder / CAPTIONS} has {len(captions)} lines for {len(self)} images.")
+        return captions
 
     @property
     def checksum(self) -> str:
@@ -83,14 +109,24 @@ def open_store(folder: str | Path) -> Store:
     folder = Path(folder)
     manifest = Manifest.read(folder)
     _verify(folder, manifest)
-    images = np.load(folder / IMAGES, mmap_mode="r", allow_pickle=False)
+    labels = np.load(folder / LABELS, allow_pickle=False) if manifest.classes is not None else None
+    return Store(folder, manifest, _open_images(folder, manifest), labels)
+
+
+def _open_images(folder: Path, manifest: Manifest) -> np.ndarray[Any, np.dtype[np.uint8]] | ShardImages:
     expected = (manifest.count, manifest.height, manifest.width, manifest.channels)
+    if manifest.shards is not None:
+        places = np.load(folder / INDEX, mmap_mode="r", allow_pickle=False)
+        if places.shape != (manifest.count, 3):
+            raise StoreError(f"{folder / INDEX} has the shape {places.shape}, not {(manifest.count, 3)}.")
+        decoder = Decoder() if manifest.crop is None else Decoder(manifest.height, manifest.crop)
+        return ShardImages([folder / name for name in manifest.shards], places, expected, decoder)
+    images = np.load(folder / IMAGES, mmap_mode="r", allow_pickle=False)
     if images.shape != expected or images.dtype != np.uint8:
         raise StoreError(
             f"{folder / IMAGES} holds {images.dtype} {images.shape}, the manifest says uint8 {expected}."
         )
-    labels = np.load(folder / LABELS, allow_pickle=False) if manifest.classes is not None else None
-    return Store(folder, manifest, images, labels)
+    return images
 
 
 class ImageWriter:
@@ -121,25 +157,38 @@ class ImageWriter:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """The last file of a store."""
-    (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=2, ensure_ascii=False), encoding="utf-8")
+    """The last file of a store. Its checksums were taken of these very files: they count as verified."""
+    content = {k: v for k, v in asdict(manifest).items() if v is not None or k == "classes"}
+    (folder / MANIFEST).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+    (folder / VERIFIED).write_text(json.dumps(_stamps(folder, manifest)))
 
 
 def _verify(folder: Path, manifest: Manifest) -> None:
-    stamps = {}
-    for name in manifest.sha256:
-        if not (folder / name).is_file():
-            raise StoreError(f"{folder} lacks {name}; prepare the dataset again.")
-        stat = (folder / name).stat()
-        stamps[name] = [stat.st_size, stat.st_mtime_ns, manifest.sha256[name]]
-    marker = folder / VERIFIED
-    if marker.is_file() and marker.read_text() == json.dumps(stamps):
-        return
-    for name, expected in manifest.sha256.items():
-        if sha256(folder / name) != expected:
+    """Read again what is not as it was when it was last verified: shards may be terabytes."""
+    stamps, marker = _stamps(folder, manifest), folder / VERIFIED
+    known: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = dict(json.loads(marker.read_text()))
+    changed = [name for name, stamp in stamps.items() if known.get(name) != stamp]
+    for name in changed:
+        if sha256(folder / name) != manifest.sha256[name]:
             raise StoreError(
                 f"{folder / name} does not have the checksum that its manifest names: it was changed or damaged; "
                 "prepare the dataset again."
             )
-    with contextlib.suppress(OSError):  # a read-only store is verified each time
-        marker.write_text(json.dumps(stamps))
+    if changed:
+        with contextlib.suppress(OSError):  # a read-only store is verified each time
+            marker.write_text(json.dumps(stamps))
+
+
+def _stamps(folder: Path, manifest: Manifest) -> dict[str, list[Any]]:
+    """What tells without reading that a file is still the same."""
+    stamps = {}
+    for name, checksum in manifest.sha256.items():
+        if not (folder / name).is_file():
+            outside = name in (manifest.shards or ())
+            fix = "put it back, or prepare the shards again" if outside else "prepare the dataset again"
+            raise StoreError(f"{folder} lacks {name}; {fix}.")
+        stat = (folder / name).stat()
+        stamps[name] = [stat.st_size, stat.st_mtime_ns, checksum]
+    return stamps

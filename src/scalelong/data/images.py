@@ -1,0 +1,163 @@
+"""What a source gives: items one by one; and how a single image is decoded, cropped and resized.
+
+Images are uint8 [H, W, C]. An image that cannot be decoded is an item with the error in its place.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
+Image = np.ndarray[Any, np.dtype[np.uint8]]
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+CELEBA_WIDTH, CELEBA_HEIGHT = 178, 218
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+class SourceError(ValueError):
+    """A source that is not what it was taken for."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One image with its name, label and captions, or the reason why it cannot be had."""
+
+    name: str
+    image: Image | None
+    label: int | None = None
+    error: str | None = None
+    captions: tuple[str, ...] | None = None
+    place: tuple[int, int, int] | None = None  # in shards: number of the file, first byte, bytes
+
+
+@dataclass(frozen=True)
+class Source:
+    """A stream of items; `count` is how many to expect, `classes` the labels' names where there are labels.
+
+    With `shards`, the images are to stay in these files: each item has its place in them, and `crop` (None for
+    images as they are) says how a reader makes the item's image of what it finds there.
+    """
+
+    description: str
+    count: int
+    classes: list[str] | None
+    items: Callable[[], Iterator[Item]]
+    shards: tuple[Path, ...] | None = None
+    crop: str | None = None
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Bytes or a file to pixels: RGB, and with `size` a square of it, taken by the `crop` of that name."""
+
+    size: int | None = None
+    crop: str = "centre"
+
+    def __post_init__(self) -> None:
+        if self.crop not in CROPS:
+            raise SourceError(f"a crop is one of {', '.join(CROPS)}; got {self.crop!r}.")
+
+    def __call__(self, data: bytes | Path) -> Image:
+        """Raises what Pillow's decoders do."""
+        from PIL import Image as Pillow
+
+        with Pillow.open(io.BytesIO(data) if isinstance(data, bytes) else data) as file:
+            picture = file.convert("RGB")
+            if self.size is not None:
+                picture = CROPS[self.crop](picture, self.size)
+            return np.asarray(picture, dtype=np.uint8)
+
+    def item(self, name: str, data: bytes | Path, label: int | None = None, **more: Any) -> Item:
+        """The decoded item, or the item that says why not."""
+        try:
+            return Item(name, self(data), label, **more)
+        except Exception as error:  # Pillow raises whatever its decoders do
+            return Item(name, None, label, f"{type(error).__name__}: {error}")
+
+
+# Crops
+
+
+def centre_crop(picture: Picture, size: int) -> Picture:
+    """The centre square, resized by Lanczos' filter."""
+    from PIL.Image import Resampling
+
+    return _middle(picture, min(picture.size)).resize((size, size), Resampling.LANCZOS)
+
+
+def adm_crop(picture: Picture, size: int) -> Picture:
+    """ImageNet's crop since ADM (Dhariwal and Nichol 2021): resize the short side to `size`, keep the middle.
+
+    While the short side is at least 2 `size`, a box filter halves both sides; a bicubic resize does the remaining
+    factor in (1/2, 1], for which its few taps are enough.
+    """
+    from PIL.Image import Resampling
+
+    while min(picture.size) >= 2 * size:
+        picture = picture.resize((picture.width // 2, picture.height // 2), Resampling.BOX)
+    factor = size / min(picture.size)
+    picture = picture.resize((round(picture.width * factor), round(picture.height * factor)), Resampling.BICUBIC)
+    return _middle(picture, size)
+
+
+def celeba_crop(picture: Picture, size: int) -> Picture:
+    """U-ViT's crop of the aligned CelebA: 128×128 about the point (89, 121), resized bilinearly."""
+    from PIL.Image import Resampling
+
+    if picture.size != (CELEBA_WIDTH, CELEBA_HEIGHT):
+        raise ValueError(
+            f"an aligned CelebA image is {CELEBA_WIDTH}×{CELEBA_HEIGHT}, got {picture.width}×{picture.height}; "
+            "take img_align_celeba, not another edition"
+        )
+    x, y, half = 89, 121, 64
+    return picture.crop((x - half, y - half, x + half, y + half)).resize((size, size), Resampling.BILINEAR)
+
+
+def _middle(picture: Picture, side: int) -> Picture:
+    left, top = (picture.width - side) // 2, (picture.height - side) // 2
+    return picture.crop((left, top, left + side, top + side))
+
+
+CROPS: dict[str, Callable[[Picture, int], Picture]] = {
+    "centre": centre_crop,
+    "adm": adm_crop,
+    "celeba": celeba_crop,
+}
+
+
+# Many at once
+
+
+def worker_count() -> int:
+    """Decoding threads: Pillow lets go of the interpreter while it decodes, so that they run at once."""
+    return max(
+        2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2)
+    )
+
+
+def in_threads(function: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
+    """`map` in some threads, in order, a few jobs ahead: memory stays small however many there are."""
+    waiting: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(worker_count()) as pool:
+        try:
+            for job in jobs:
+                waiting.append(pool.submit(function, job))
+                if len(waiting) > 4 * worker_count():
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
