@@ -123,11 +123,15 @@ def resolved_for(config: TrainConfig, device: str) -> TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A whole run. `process` names the noise process: vp-sde or ddpm."""
+    """A whole run. `process` names the noise process, `target` what is predicted of it ("auto": the process's own),
+    `weighting` how much each noise level counts: docs/processes.md.
+    """
 
     model: ModelConfig
     data: DataConfig = DataConfig()
     process: str = "vp-sde"
+    target: str = "auto"
+    weighting: str = "plain"
     train: TrainConfig
 
 

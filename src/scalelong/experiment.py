@@ -26,7 +26,7 @@ from scalelong.data.loader import Loader
 from scalelong.data.prepare import prepare
 from scalelong.data.sources import SourceError, digits
 from scalelong.data.store import Store, open_store
-from scalelong.diffusion.process import process_named
+from scalelong.diffusion.process import Process, process_named
 from scalelong.diffusion.sampling import check_request, sample
 from scalelong.presets import model_preset
 from scalelong.training import checkpoint
@@ -64,7 +64,7 @@ def train(
     config = replace(config, train=resolved_for(config.train, device))
     check_folder(config, out)
     model = build_model(config, device)
-    process = process_named(config.process)
+    process = process_of(config)
     label_dropout = config.data.label_dropout if config.data.condition == "class" else None
     loader = Loader(
         store, seed=config.train.seed, device=device, flip=config.data.flip, label_dropout=label_dropout
@@ -99,6 +99,7 @@ def train(
 
 def fitted_to(config: RunConfig, store: Store) -> RunConfig:
     """The config with what the data decides: image size, channels, and the number of classes."""
+    process_of(config)  # its parts fit each other, or a sentence
     manifest = store.manifest
     size: Any = manifest.height if manifest.height == manifest.width else [manifest.height, manifest.width]
     changes = {**config.model.changes, "sample_size": size, "in_channels": manifest.channels}
@@ -109,6 +110,11 @@ def fitted_to(config: RunConfig, store: Store) -> RunConfig:
             raise ValueError(f"data.condition=class needs labels, and {store.folder} has none.")
         changes["num_class_embeds"] = store.num_classes + (config.data.label_dropout > 0)  # the last one is null
     return replace(config, model=replace(config.model, changes=changes))
+
+
+def process_of(config: RunConfig) -> Process:
+    """The run's noise process, with what is learned of it."""
+    return process_named(config.process, config.target, config.weighting)
 
 
 def build_model(config: RunConfig, device: str = "cpu") -> nn.Module:
@@ -200,12 +206,12 @@ def draw(
     if config.data.condition == "class":
         labels = indices % num_classes(config) if labels is None else labels.to(device)  # type: ignore[operator]
     shape = (channels, height, width)
-    return sample(model, process_named(config.process), indices, shape, seed=seed, labels=labels, **how)
+    return sample(model, process_of(config), indices, shape, seed=seed, labels=labels, **how)
 
 
 def check_drawing(config: RunConfig, *, sampler: str = "dpm++", steps: int = 50, guidance: float = 1.0) -> None:
     """Refuse what a run cannot be asked for, before any long work."""
-    check_request(process_named(config.process), sampler, steps, guidance, config.data.condition == "class")
+    check_request(process_of(config), sampler, steps, guidance, config.data.condition == "class")
     if guidance != 1 and config.data.label_dropout == 0:
         raise ValueError(
             f"guidance needs a run that also learned to draw without a class, and this one was trained with "

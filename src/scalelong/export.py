@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from scalelong.backbones.uvit import UViT
-from scalelong.diffusion.process import process_named
+from scalelong.diffusion.process import VariancePreserving
 from scalelong.diffusion.sampling import scheduler_for
-from scalelong.experiment import LoadedRun
+from scalelong.experiment import LoadedRun, process_of
 from scalelong.saving import load
 from scalelong.skips.apply import scaling_of
 
@@ -26,9 +26,10 @@ def export(run: LoadedRun, out: Path, *, fold: bool = False) -> str:
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} already exists; choose another --out, or remove it first.")
+    scheduler = _scheduler(run)
     if fold and (handle := scaling_of(run.model)) is not None:
         handle.fold()
-    pipeline = _pipeline(run)
+    pipeline = _pipeline(run, scheduler)
     work = out.with_name(f".partial-{out.name}")
     shutil.rmtree(work, ignore_errors=True)
     try:
@@ -44,13 +45,23 @@ def export(run: LoadedRun, out: Path, *, fold: bool = False) -> str:
     return type(pipeline).__name__
 
 
-def _pipeline(run: LoadedRun) -> Any:
+def _scheduler(run: LoadedRun) -> Any:
+    """DDIM for the run's process and target."""
+    process = process_of(run.config)
+    if not isinstance(process, VariancePreserving):
+        raise ValueError(
+            f"a run with process={process.name} cannot be exported yet: a pipeline's DDIM scheduler runs "
+            "vp-sde, ddpm, sd and cosine; scalelong sample draws from it."
+        )
+    return scheduler_for(process, "ddim")
+
+
+def _pipeline(run: LoadedRun, scheduler: Any) -> Any:
     from diffusers import DDIMPipeline
 
     from scalelong.pipeline import ScaleLongPipeline
 
     model = run.model.cpu()
-    scheduler = scheduler_for(process_named(run.config.process), "ddim")
     keeps_scaling = scaling_of(model) is not None and not isinstance(model, UViT)
     if run.config.data.condition == "none" and not keeps_scaling:
         return DDIMPipeline(model, scheduler)

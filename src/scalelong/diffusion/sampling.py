@@ -1,34 +1,57 @@
-"""From noise to images, on diffusers' schedulers. Sample i of a seed is the same in any batch.
+"""From noise to images, on diffusers' schedulers where they fit. Sample i of a seed is the same in any batch.
 
-| sampler | | steps |
-|---|---|---|
-| `dpm++` | DPM-Solver++, second order, deterministic: the default | 50 |
-| `ddim` | DDIM, deterministic | 50 … 1000 |
-| `ddpm` | DDPM ancestral | 1000 |
-| `em` | Euler-Maruyama on the reverse SDE: the paper's, VP-SDE alone | 1000 |
+| sampler | | fits | steps |
+|---|---|---|---|
+| `dpm++` | DPM-Solver++, second order, deterministic: the default | all | 50 |
+| `heun` | EDM's second order, deterministic | all | 35 … 79 |
+| `ddim` | DDIM, deterministic | α² + σ² = 1 | 50 … 1000 |
+| `ddpm` | DDPM ancestral | α² + σ² = 1 | 1000 |
+| `em` | Euler-Maruyama on the reverse SDE: the paper's | vp-sde | 1000 |
+| `flow-euler` | Euler along the flow | flow | 50 … 250 |
+
+Steps are evaluations of the network.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scalelong.data.random import Stream
-from scalelong.diffusion.process import NUM_TIMESTEPS, VPSDE, Process
+from scalelong.diffusion.process import NUM_TIMESTEPS, PROCESSES, VPSDE, Cosine, Flow, Process, VariancePreserving
+from scalelong.diffusion.solvers import Predict, Progress, dpm, euler_maruyama, flow_euler, heun
 
-SAMPLERS = ("dpm++", "ddim", "ddpm", "em")
-Progress = Callable[[Iterable[Any]], Iterable[Any]]
-_EM_END = 1e-3  # the reverse SDE stops here: at 0 the score is not defined
+# What a sampler fits: every process that is one of these.
+_FITS: dict[str, Any] = {
+    "dpm++": Process,
+    "heun": Process,
+    "ddim": VariancePreserving,
+    "ddpm": VariancePreserving,
+    "em": VPSDE,
+    "flow-euler": Flow,
+}
+SAMPLERS = tuple(_FITS)
+_SOLVERS = {"dpm++": dpm, "heun": heun, "flow-euler": flow_euler}
 
 
-def scheduler_for(process: Process, sampler: str) -> Any:
-    """The diffusers scheduler of a sampler under a process; also what an exported pipeline carries."""
+def samplers_for(process: Process) -> list[str]:
+    """Those that fit a process, the default first."""
+    return [sampler for sampler, kind in _FITS.items() if isinstance(process, kind)]
+
+
+def scheduler_for(process: Process, sampler: str, *, clip: bool = True) -> Any:
+    """The diffusers scheduler of a sampler under a process; also what an exported pipeline carries.
+
+    `clip` keeps the estimate of x_0 in [-1, 1]: right for pixels, not for latents.
+    """
     from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
 
+    if not isinstance(process, VariancePreserving):
+        known = ", ".join(name for name, kind in PROCESSES.items() if issubclass(kind, VariancePreserving))
+        raise ValueError(f"diffusers' schedulers run the processes {known}, got {process.name!r}.")
     common = {"trained_betas": process.betas().tolist(), "prediction_type": process.prediction_type}
     if sampler == "dpm++":
         # Steps even in log-SNR. Even in time, the default, the last step jumps from σ = 0.07 to 0 and takes 10 %
@@ -37,9 +60,9 @@ def scheduler_for(process: Process, sampler: str) -> Any:
             **common, algorithm_type="dpmsolver++", solver_order=2, use_lu_lambdas=True
         )
     if sampler == "ddim":
-        return DDIMScheduler(**common, clip_sample=True, set_alpha_to_one=True)
+        return DDIMScheduler(**common, clip_sample=clip, set_alpha_to_one=True)
     if sampler == "ddpm":
-        return DDPMScheduler(**common, clip_sample=True)
+        return DDPMScheduler(**common, clip_sample=clip)
     raise ValueError(f"the samplers on diffusers' schedulers are dpm++, ddim and ddpm, got {sampler!r}.")
 
 
@@ -55,35 +78,56 @@ def sample(
     steps: int = 50,
     labels: Tensor | None = None,
     guidance: float = 1.0,
+    clip: bool = True,
     progress: Progress = iter,
 ) -> Tensor:
-    """Images number `indices` [B] of this seed: [B, C, H, W] in [-1, 1].
+    """Images number `indices` [B] of this seed: [B, C, H, W] in [-1, 1], or free with `clip=False` (latents).
 
     `guidance` is the usual w: ε_null + w (ε_class - ε_null); the paper's s is w - 1. The null class is the
     model's last.
     """
     check_request(process, sampler, steps, guidance, conditional=labels is not None)
-    predict = _guided(model, labels, guidance)
-    x = Stream(seed, "sample").normal(indices, shape)
+    predict = _guided(model, process, labels, guidance)
+    noise = Stream(seed, "sample").normal(indices, shape)
     if sampler == "em":
-        return _euler_maruyama(predict, process, x, indices, seed, steps, progress).clamp(-1, 1)  # type: ignore[arg-type]
-    scheduler = scheduler_for(process, sampler)
-    scheduler.set_timesteps(steps, device=x.device)
-    x = x * scheduler.init_noise_sigma
-    generators = None
-    if sampler == "ddpm":  # one generator per image, so that its noise does not depend on the batch
+        assert isinstance(process, VPSDE)
+        x = euler_maruyama(predict, process, noise, steps, progress, indices, seed)
+    elif _on_scheduler(process, sampler):
+        x = _scheduled(predict, scheduler_for(process, sampler, clip=clip), noise, steps, progress, indices, seed)
+    else:
+        x = _SOLVERS[sampler](predict, process, noise, steps, progress)
+    return x.clamp(-1, 1) if clip else x
+
+
+def _on_scheduler(process: Process, sampler: str) -> bool:
+    """DPM-Solver++ is diffusers' where its steps are of use.
+
+    Not under the cosine schedule, whose σ/α ends at 2·10⁴: a third of steps even in log-SNR would see noise alone.
+    """
+    if sampler == "dpm++":
+        return isinstance(process, VariancePreserving) and not isinstance(process, Cosine)
+    return sampler in ("ddim", "ddpm")
+
+
+def _scheduled(
+    predict: Predict, scheduler: Any, noise: Tensor, steps: int, progress: Progress, indices: Tensor, seed: int
+) -> Tensor:
+    scheduler.set_timesteps(steps, device=noise.device)
+    x = noise * scheduler.init_noise_sigma
+    extra = {}
+    if type(scheduler).__name__ == "DDPMScheduler":  # one generator per image: its noise depends on no batch
         keys = Stream(seed, "ancestral").bits(indices, 1)[:, 0]
-        generators = [torch.Generator().manual_seed(int(key) & (2**63 - 1)) for key in keys]
-    extra = {"generator": generators} if generators is not None else {}
+        extra["generator"] = [torch.Generator().manual_seed(int(key) & (2**63 - 1)) for key in keys]
     for k in progress(scheduler.timesteps):
-        epsilon = predict(scheduler.scale_model_input(x, k), k)
-        x = scheduler.step(epsilon, k, x, **extra).prev_sample
-    return x.clamp(-1, 1)
+        x = scheduler.step(predict(scheduler.scale_model_input(x, k), k), k, x, **extra).prev_sample
+    return x
 
 
-def _guided(model: nn.Module, labels: Tensor | None, guidance: float) -> Callable[[Tensor, Any], Tensor]:
-    def predict(x: Tensor, k: Any) -> Tensor:
-        k = torch.as_tensor(k, device=x.device)
+def _guided(model: nn.Module, process: Process, labels: Tensor | None, guidance: float) -> Predict:
+    """The trained target at (x_t, k). At a given x_t targets are linear in each other: guidance is one in all."""
+
+    def predict(x: Tensor, k: Tensor) -> Tensor:
+        x = process.scaled(x, k)
         if labels is None:
             return model(x, k).sample
         if guidance == 1:
@@ -96,36 +140,15 @@ def _guided(model: nn.Module, labels: Tensor | None, guidance: float) -> Callabl
     return predict
 
 
-def _euler_maruyama(
-    predict: Callable[[Tensor, Any], Tensor],
-    process: VPSDE,
-    x: Tensor,
-    indices: Tensor,
-    seed: int,
-    steps: int,
-    progress: Progress,
-) -> Tensor:
-    """dx = [-½ β x - β ∇log p] dt + √β dw from t = 1 to 1e-3, with ∇log p = -ε/σ."""
-    dt = (1 - _EM_END) / steps
-    for i in progress(range(steps)):
-        t = 1 - i * dt
-        k = torch.tensor(NUM_TIMESTEPS * t - 1, device=x.device)
-        _, sigma = process.alpha_sigma(k)
-        beta = process.beta(t)
-        drift = -0.5 * beta * x + beta * predict(x, k) / sigma.item()
-        x = x - drift * dt
-        if i < steps - 1:
-            x = x + math.sqrt(beta * dt) * Stream(seed, f"sde step {i}").normal(indices, tuple(x.shape[1:]))
-    return x
-
-
 def check_request(process: Process, sampler: str, steps: int, guidance: float, conditional: bool) -> None:
     """Refuse what `sample` cannot do; `conditional` is whether it gets labels."""
     if sampler not in SAMPLERS:
         raise ValueError(f"unknown sampler {sampler!r}; the known ones are {', '.join(SAMPLERS)}.")
-    if sampler == "em" and not isinstance(process, VPSDE):
+    if not isinstance(process, _FITS[sampler]):
+        fits = ", ".join(name for name, kind in PROCESSES.items() if issubclass(kind, _FITS[sampler]))
         raise ValueError(
-            f"the sampler 'em' solves the VP-SDE, and this model was trained on {process.name!r}; try 'dpm++'."
+            f"the sampler {sampler!r} fits {fits}, and this model was trained on {process.name!r}; try "
+            f"{' or '.join(samplers_for(process))}."
         )
     if not 1 <= steps <= NUM_TIMESTEPS:
         raise ValueError(f"steps is a whole number in 1 … {NUM_TIMESTEPS}, got {steps}.")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from scalelong.config import TrainConfig, resolved_for
 from scalelong.data.loader import Loader
 from scalelong.data.random import Stream
-from scalelong.diffusion.process import Process
+from scalelong.diffusion.process import Example, Process
 from scalelong.skips.apply import scaling_of
 from scalelong.training.ema import EMA, move_averages
 from scalelong.training.guard import NonFiniteError, find_culprit
@@ -177,26 +177,27 @@ class Stepper:
         return total
 
     def _loss(self, piece: int, forward: Any) -> Tensor:
-        """The mean squared error of one piece of the batch."""
+        """The mean squared error of one piece of the batch, weighted where the run says so."""
         size = self.config.batch_size // self.config.accumulate
         part = slice(piece * size, (piece + 1) * size)
         labels = None if self.labels is None else self.labels[part]
-        noised, timesteps, target, labels = self._draw(self.pixels[part], labels, self.step, piece * size)
+        example, timesteps, labels = self._draw(self.pixels[part], labels, self.step, piece * size)
         given: dict[str, Any] = {} if labels is None else {"class_labels": labels}
         with self._autocast():
-            prediction = forward(noised, timesteps, return_dict=False, **given)[0]
-        return F.mse_loss(prediction.float(), target)
+            prediction = forward(example.inputs, timesteps, return_dict=False, **given)[0].float()
+        if example.weights is None:
+            return F.mse_loss(prediction, example.target)
+        return (example.weights * (prediction - example.target).square().mean(dim=(1, 2, 3))).mean()
 
     def _draw_batch(
         self, pixels: Tensor, labels: Tensor | None, step: Tensor, first: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Pixels to (x_t, timesteps, target, labels): what is random about a batch."""
+    ) -> tuple[Example, Tensor, Tensor | None]:
+        """Pixels to (input, target and weights; timesteps; labels): what is random about a batch."""
         indices = step * self.config.batch_size + first + torch.arange(len(pixels), device=pixels.device)
         batch = self.loader.finish(pixels, labels, indices)
         noise = self.noise.normal(indices, tuple(batch.images.shape[1:]))
         timesteps = self.process.timesteps(self.times.uniform(indices))
-        noised = self.process.noised(batch.images, noise, timesteps)
-        return noised, timesteps, self.process.target(batch.images, noise, timesteps), batch.labels
+        return self.process.example(batch.images, noise, timesteps), timesteps, batch.labels
 
     def _autocast(self) -> Any:
         if self.config.precision == "fp32":
