@@ -158,6 +158,98 @@ def test_parquet_problems(tmp_path):
         open_source(str(tmp_path / "b.parquet"))
 
 
+def test_captions_of_a_parquet_file(tmp_path):
+    one = [{"image": png(picture(seed=i)), "text": f"picture {i}"} for i in range(3)]
+    many = [{"image": row["image"], "alt": [row["text"], "a picture"], "text": "no"} for row in one]
+    write_parquet(tmp_path / "one.parquet", one)
+    write_parquet(tmp_path / "many.parquet", many)
+    assert [i.captions for i in all_items(tmp_path / "one.parquet")] == [(f"picture {i}",) for i in range(3)]
+    (first, *_) = all_items(tmp_path / "many.parquet", caption_column="alt")
+    assert first.captions == ("picture 0", "a picture")
+    with pytest.raises(SourceError, match="has no column 'words'; it has image, text: use --caption-column"):
+        open_source(str(tmp_path / "one.parquet"), caption_column="words")
+    write_parquet(tmp_path / "gap.parquet", [*one, {"image": one[0]["image"], "text": None}])
+    assert "'text' holds None, not a caption" in all_items(tmp_path / "gap.parquet")[3].error
+
+
+@pytest.mark.skipif(not (SHARED / "coco64").is_dir(), reason="the small COCO is not at hand")
+def test_the_small_coco_has_a_caption_for_each_picture():
+    source = open_source(str(SHARED / "coco64"), split="validation")
+    assert source.count == 1000
+    first = next(source.items())
+    assert first.image.shape == (64, 64, 3)
+    assert first.captions == ("A pair of giraffes and standing with a skyline in the background.",)
+
+
+def test_a_split_is_chosen_by_the_file_names_or_refused(tmp_path):
+    for split, count in (("train", 2), ("validation", 1)):
+        write_parquet(tmp_path / f"{split}.parquet", [{"image": png(picture())}] * count)
+    assert len(all_items(tmp_path)) == 2
+    assert len(all_items(tmp_path, split="val")) == 1
+    with pytest.raises(SourceError, match="no parquet file of the split 'test'; it has train.parquet, validation"):
+        open_source(str(tmp_path), split="test")
+
+
+def damaged(data: bytes, kind: str) -> bytes:
+    if kind == "cut":
+        return data[:-100]
+    if kind == "empty":
+        return b""
+    middle = len(data) // 2
+    return data[: middle - 200] + bytes(400) + data[middle + 200 :]
+
+
+@pytest.mark.parametrize("kind", ["cut", "empty", "holes"])
+def test_a_broken_parquet_file_is_named(tmp_path, kind):
+    write_parquet(tmp_path / "train-0.parquet", [{"image": png(picture(seed=i)), "label": 0} for i in range(9)])
+    whole = (tmp_path / "train-0.parquet").read_bytes()
+    (tmp_path / "train-1.parquet").write_bytes(damaged(whole, kind))
+    for source in (tmp_path, tmp_path / "train-1.parquet"):
+        with pytest.raises(
+            SourceError, match="train-1.parquet is no whole parquet file .*copy or download it again"
+        ):
+            all_items(source)
+
+
+def test_without_a_hub_a_dataset_is_refused_at_once(tmp_path, monkeypatch):
+    import datasets
+    from huggingface_hub import HfApi, constants
+
+    def no_connection(*args, **how):
+        raise ConnectionError("Name or service not known")
+
+    def not_cached(name):
+        assert constants.HF_HUB_OFFLINE
+        raise FileNotFoundError(name)
+
+    before = constants.HF_HUB_OFFLINE
+    monkeypatch.setattr(HfApi, "dataset_info", no_connection)
+    monkeypatch.setattr(datasets, "load_dataset", not_cached)
+    with pytest.raises(
+        SourceError, match=r"not in the local cache, and the hub cannot be reached \(Name or service"
+    ):
+        open_source("hf:someone/thing")
+    assert before == constants.HF_HUB_OFFLINE
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    rows = {"image": [Image.fromarray(picture())], "text": ["a picture"]}
+    cached = datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows, features=features)})
+    monkeypatch.setattr(datasets, "load_dataset", lambda name: cached)
+    (item,) = open_source("hf:someone/thing").items()
+    assert item.captions == ("a picture",)
+
+
+def test_offline_mode_fails_at_once_too(monkeypatch):
+    import time
+
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    begin = time.monotonic()
+    with pytest.raises(SourceError, match="hf:someone/thing is not in the local cache"):
+        open_source("hf:someone/thing")
+    assert time.monotonic() - begin < 10
+
+
 def test_a_hugging_face_dataset_on_disk(tmp_path):
     import datasets
 

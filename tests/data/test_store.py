@@ -67,6 +67,43 @@ def test_refusals_leave_nothing_behind(tmp_path, made, says):
     assert not list(tmp_path.iterdir())
 
 
+def captioned(count=6, without=(), texts=lambda i: (f"picture {i}", "ein Bild: ü\n")):
+    image = np.zeros((2, 2, 3), np.uint8)
+    made = [Item(f"file {i}", image, None, None, None if i in without else texts(i)) for i in range(count)]
+    return Source("made", count, None, lambda: iter(made))
+
+
+def test_captions_are_kept_with_their_images_and_checked(tmp_path):
+    store = prepare(captioned(), tmp_path / "store")
+    assert open_store(tmp_path / "store").captions == [(f"picture {i}", "ein Bild: ü\n") for i in range(6)]
+    assert store.checksum != prepare(captioned(texts=lambda i: ("x",)), tmp_path / "other").checksum
+    file = tmp_path / "store" / "captions.jsonl"
+    file.write_text(file.read_text().replace("picture 3", "picture 8"))
+    with pytest.raises(StoreError, match="captions.jsonl does not have the checksum"):
+        open_store(tmp_path / "store")
+
+
+def test_a_store_without_captions_has_none_and_looks_as_it_always_did(tmp_path):
+    prepare(source(), tmp_path / "store")
+    assert open_store(tmp_path / "store").captions is None
+    manifest = json.loads((tmp_path / "store" / "manifest.json").read_text())
+    assert set(manifest) == {
+        *("format", "source", "count", "height", "width", "channels", "classes", "skipped", "sha256")
+    }
+    assert set(manifest["sha256"]) == {"images.npy", "labels.npy"}
+    assert not (tmp_path / "store" / "captions.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("without", "says"),
+    [((4,), "file 4 has no caption, and others have one"), ((0, 1), "file 2 has a caption, and others have none")],
+)
+def test_captions_are_for_all_images_or_none(tmp_path, without, says):
+    with pytest.raises(SourceError, match=says):
+        prepare(captioned(without=without), tmp_path / "store")
+    assert not list(tmp_path.iterdir())
+
+
 def test_missing_labels_are_named(tmp_path):
     unlabelled = Source("made", 1, ["a"], lambda: iter([Item("x.png", np.zeros((2, 2, 3), np.uint8), None)]))
     with pytest.raises(SourceError, match="x.png has no label"):

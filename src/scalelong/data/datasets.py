@@ -203,6 +203,7 @@ def _npz_images(file: Path, count: int) -> Iterator[Image]:
             for _ in range(count):
                 planes = np.frombuffer(stream.read(3 * 64 * 64), np.uint8).reshape(3, 64, 64)
                 yield np.ascontiguousarray(planes.transpose(1, 2, 0))
+            stream.read(1)  # the end is where the archive's checksum is compared
     except SourceError:
         raise
     except (zipfile.BadZipFile, EOFError, OSError, KeyError, ValueError) as error:
