@@ -169,7 +169,10 @@ def test_captions_of_a_parquet_file(tmp_path):
     with pytest.raises(SourceError, match="has no column 'words'; it has image, text: use --caption-column"):
         open_source(str(tmp_path / "one.parquet"), caption_column="words")
     write_parquet(tmp_path / "gap.parquet", [*one, {"image": one[0]["image"], "text": None}])
-    assert "'text' holds None, not a caption" in all_items(tmp_path / "gap.parquet")[3].error
+    assert (
+        "in the column 'text', captions are a text or a list of some, got None"
+        in all_items(tmp_path / "gap.parquet")[3].error
+    )
 
 
 @pytest.mark.skipif(not (SHARED / "coco64").is_dir(), reason="the small COCO is not at hand")

@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from scalelong.data.images import IMAGE_SUFFIXES, Decoder, Image, Item, Source, SourceError, in_threads
+from scalelong.data.images import IMAGE_SUFFIXES, Decoder, Image, Item, Source, SourceError, as_captions, in_threads
 
 # CelebA
 
@@ -268,10 +268,10 @@ def _captioned(file: Path) -> list[tuple[str, tuple[str, ...]]]:
     """(file name, captions in the order of their ids) for each image, in the file's order."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        captions: dict[int, list[tuple[int, str]]] = {image["id"]: [] for image in content["images"]}
-        for note in content["annotations"]:
-            captions[note["image_id"]].append((note["id"], " ".join(note["caption"].split())))
-        return [(i["file_name"], tuple(text for _, text in sorted(captions[i["id"]]))) for i in content["images"]]
+        captions: dict[int, list[str]] = {image["id"]: [] for image in content["images"]}
+        for note in sorted(content["annotations"], key=lambda note: note["id"]):
+            captions[note["image_id"]] += as_captions(note["caption"])
+        return [(image["file_name"], tuple(captions[image["id"]])) for image in content["images"]]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SourceError(
             f"{file} is no whole file of COCO captions ({type(error).__name__}: {error}); unpack it again."

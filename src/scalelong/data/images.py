@@ -87,6 +87,14 @@ class Decoder:
             return Item(name, None, label, f"{type(error).__name__}: {error}")
 
 
+def as_captions(found: Any) -> tuple[str, ...]:
+    """A text or a list of some, as captions without stray blanks and line ends."""
+    texts = [found] if isinstance(found, str) else found
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"captions are a text or a list of some, got {found!r}")
+    return tuple(" ".join(text.split()) for text in texts)
+
+
 # Crops
 
 

@@ -28,6 +28,7 @@ from scalelong.data.images import (
     Item,
     Source,
     SourceError,
+    as_captions,
     in_threads,
     worker_count,
 )
@@ -142,12 +143,7 @@ def _notes(texts: dict[str, bytes]) -> tuple[int | None, tuple[str, ...] | None]
     if label is not None and (not isinstance(label, int) or label < 0):
         raise ValueError(f"a label is a whole number from 0 up, got {label!r}")
     said = texts[".txt"].decode() if ".txt" in texts else found.get("captions", found.get("caption"))
-    captions = (said,) if isinstance(said, str) else said
-    if captions is None:
-        return label, None
-    if not captions or not all(isinstance(text, str) for text in captions):
-        raise ValueError(f"captions are a text or a list of some, got {said!r}")
-    return label, tuple(" ".join(text.split()) for text in captions)
+    return label, None if said is None else as_captions(said)
 
 
 def read_bytes(file: Path, place: Place) -> bytes:

@@ -14,7 +14,7 @@ import numpy as np
 
 from scalelong.data.cifar10 import cifar10_batches, cifar10_packed, cifar10_tar
 from scalelong.data.datasets import celeba, coco, imagenet, is_celeba, is_coco, is_downsampled_imagenet
-from scalelong.data.images import IMAGE_SUFFIXES, Decoder, Image, Item, Source, SourceError, in_threads
+from scalelong.data.images import IMAGE_SUFFIXES, Decoder, Image, Item, Source, SourceError, as_captions, in_threads
 from scalelong.data.shards import shards
 
 __all__ = ["Image", "Item", "Source", "SourceError", "digits", "open_source"]
@@ -233,10 +233,10 @@ def _table_item(job: tuple[int, dict[str, Any]], decoder: Decoder, image: str, c
         return Item(name, None, None, f"the column holds {type(data).__name__}, not image bytes")
     if captions is None:
         return decoder.item(name, data, record.get("label"))
-    texts = [record[captions]] if isinstance(record[captions], str) else record[captions]
-    if not texts or not all(isinstance(text, str) for text in texts):
-        return Item(name, None, None, f"the column {captions!r} holds {texts!r}, not a caption or a list of them")
-    return decoder.item(name, data, record.get("label"), captions=tuple(texts))
+    try:
+        return decoder.item(name, data, record.get("label"), captions=as_captions(record[captions]))
+    except ValueError as error:
+        return Item(name, None, None, f"in the column {captions!r}, {error}")
 
 
 def hugging_face(name: str, ask: Request) -> Source:
