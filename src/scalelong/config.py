@@ -110,14 +110,16 @@ class TrainConfig:
         _require(self.on_nonfinite == "stop", "train.on_nonfinite is stop", self.on_nonfinite)
 
 
-def resolved_for(config: TrainConfig, device: str) -> TrainConfig:
+def resolved_for(config: TrainConfig, device: str, processes: int = 1) -> TrainConfig:
     """The recipe with "auto" replaced by what it means on this kind of device."""
     on_gpu = device.startswith("cuda")
     precision = config.precision if config.precision != "auto" else "bf16" if on_gpu else "fp32"
-    fastest = "compiled" if precision == "fp16" else "captured"
+    fastest = "compiled" if precision == "fp16" or processes > 1 else "captured"
     execution = config.execution if config.execution != "auto" else fastest if on_gpu else "eager"
     if execution == "captured" and not on_gpu:
         raise ValueError(f"train.execution=captured needs a GPU, got the device {device!r}; use compiled or eager.")
+    if execution == "captured" and processes > 1:
+        raise ValueError(f"train.execution=captured takes one process, got {processes}; use compiled.")
     return replace(config, precision=precision, execution=execution)
 
 

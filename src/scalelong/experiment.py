@@ -32,13 +32,14 @@ from scalelong.presets import model_preset
 from scalelong.training import checkpoint
 from scalelong.training.ema import EMA, default_rate
 from scalelong.training.fit import CHECKPOINTS, Fit, Progress
-from scalelong.training.log import RunLog, environment
+from scalelong.training.log import NoLog, RunLog, environment
 from scalelong.training.step import Stepper
 from scalelong.training.trackers import check_logger
+from scalelong.world import World, joined, local_device
 
 CONFIG, ENVIRONMENT, SAMPLES = "config.json", "environment.json", "samples"
 # May differ between a run and its resumption: they change how long and how often, not what is computed.
-_MAY_CHANGE = ("steps", "log_every", "sample_every", "checkpoint_every", "keep_checkpoints")
+_MAY_CHANGE = ("steps", "log_every", "sample_every", "checkpoint_every", "keep_checkpoints", "execution")
 
 
 def train(
@@ -59,19 +60,38 @@ def train(
     `logger` is tensorboard, wandb (both) or none; metrics.jsonl is always written.
     """
     check_logger(logger)
-    device = usable_device(device)
+    device = local_device(usable_device(device))
+    with joined(device) as world:
+        return _train(config, store, out, world, device, show, judge, judge_every, logger)
+
+
+def _train(
+    config: RunConfig,
+    store: Store,
+    out: Path,
+    world: World,
+    device: str,
+    show: Callable[[Progress], None],
+    judge: Callable[[nn.Module], dict[str, float]] | None,
+    judge_every: int | None,
+    logger: str,
+) -> bool:
     config = fitted_to(config, store)
-    config = replace(config, train=resolved_for(config.train, device))
-    check_folder(config, out)
+    config = replace(config, train=resolved_for(config.train, device, world.size))
+    if world.is_first:
+        check_folder(config, out)
     model = build_model(config, device)
     process = process_of(config)
     label_dropout = config.data.label_dropout if config.data.condition == "class" else None
     loader = Loader(
         store, seed=config.train.seed, device=device, flip=config.data.flip, label_dropout=label_dropout
     )
-    fit = Fit(config, Stepper(model, process, loader, config.train), out)
-    _open_run(config, out)  # last: settings that cannot be leave no folder behind
-    log = RunLog(out, fit.resume(), logger, to_dict(config))
+    fit = Fit(config, Stepper(model, process, loader, config.train, world), out)
+    if world.is_first:
+        _open_run(config, out)  # last: settings that cannot be leave no folder behind
+    world.wait()
+    resumed_at = fit.resume()
+    log = RunLog(out, resumed_at, logger, to_dict(config)) if world.is_first else NoLog()
 
     def settled() -> EMA:
         rate = default_rate(list(config.train.ema_rates), fit.step)

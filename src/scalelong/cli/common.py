@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import typer
+
+
+def is_first_process() -> bool:
+    """Of those that torchrun or accelerate launch started: the one that speaks."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def progress_bar(*, transient: bool = False) -> Any:
@@ -32,6 +38,7 @@ def progress_bar(*, transient: bool = False) -> Any:
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=transient,
+        disable=not is_first_process(),
     )
 
 
@@ -52,4 +59,5 @@ def check_output_file(out: Path, such_as: str) -> None:
 
 def print_result(result: dict[str, Any], as_json: bool, sentence: str) -> None:
     """A sentence for people, or JSON for scripts."""
-    typer.echo(json.dumps(result, ensure_ascii=False, indent=2) if as_json else sentence)
+    if is_first_process():
+        typer.echo(json.dumps(result, ensure_ascii=False, indent=2) if as_json else sentence)

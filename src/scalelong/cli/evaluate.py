@@ -26,7 +26,9 @@ def evaluate(
     data: Annotated[
         Path | None, typer.Option(help="The prepared data to compare with; the digits without it.")
     ] = None,
-    num: Annotated[int, typer.Option(min=4, help="How many samples; the literature takes 50,000.")] = 50_000,
+    num: Annotated[
+        int, typer.Option("--num", "-n", min=4, help="How many samples; the literature takes 50,000.")
+    ] = 50_000,
     features: Annotated[str, typer.Option(help="inception, or pixels for tiny images.")] = "inception",
     inception: Annotated[Path | None, typer.Option(help="The FID network's TorchScript file.")] = None,
     guidance: Annotated[float, typer.Option(help="Classifier-free guidance w.")] = 1.0,
@@ -43,9 +45,10 @@ def evaluate(
     from scalelong import experiment
     from scalelong.metrics.evaluate import quality_of, reference_of, statistics_folder
     from scalelong.metrics.features import check_kind, features_named
+    from scalelong.world import joined, local_device
 
     check_kind(features, inception)
-    device = experiment.usable_device(device)
+    device = local_device(experiment.usable_device(device))
     loaded = experiment.load_run(run, ema_rate=ema, device=device)
     how: dict[str, Any] = {"guidance": guidance, "sampler": sampler, "steps": steps}
     experiment.check_drawing(loaded.config, **how)
@@ -58,9 +61,13 @@ def evaluate(
             print_result(plan, as_json, evaluation_text(plan))
             return
         network = features_named(features, inception, device)
-        reference = reference_of(store, network, statistics_folder())
-    samples = _drawn(loaded, num, batch, seed=seed, **how)
-    quality = quality_of(samples, reference, network, settings)
+        with joined(device) as world:
+            if world.is_first:  # the others read what it leaves in the cache
+                reference_of(store, network, statistics_folder())
+            world.wait()
+            reference = reference_of(store, network, statistics_folder())
+            samples = _drawn(loaded, world.share(num), batch, seed=seed, **how)
+            quality = quality_of(samples, reference, network, settings, world)
     print_result(
         {"run": str(run), "step": loaded.step, "ema": loaded.ema_rate, **quality.as_dict()},
         as_json,
@@ -70,14 +77,14 @@ def evaluate(
     )
 
 
-def _drawn(loaded: LoadedRun, num: int, batch: int, **how: Any) -> Iterator[Tensor]:
+def _drawn(loaded: LoadedRun, share: range, batch: int, **how: Any) -> Iterator[Tensor]:
     from scalelong import experiment
     from scalelong.metrics.evaluate import batches
 
-    chunks = list(batches(num, batch))
-    network = experiment.for_sampling(loaded.model, num * how["steps"])
-    for first, count in tracked(chunks, len(chunks), f"sampling {num} images"):
-        yield experiment.draw(loaded.config, network, count, first=first, **how)
+    chunks = list(batches(len(share), batch))
+    network = experiment.for_sampling(loaded.model, len(share) * how["steps"])
+    for first, count in tracked(chunks, len(chunks), f"sampling {len(share)} images"):
+        yield experiment.draw(loaded.config, network, count, first=share.start + first, **how)
 
 
 def _check_size(config: RunConfig, store: Store) -> None:

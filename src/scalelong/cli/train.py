@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import print_result, progress_bar
+from scalelong.cli.common import is_first_process, print_result, progress_bar
 from scalelong.cli.plan import opened_data, training_plan, training_text
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def train(
 
             judge = judge_for(config, store, features_named(features, inception, device), num=evaluate_num)
         done = _run(config, store, out, device, logger=logger, judge=judge, judge_every=evaluate_every)
-    _write_report(out)
+    if is_first_process():
+        _write_report(out)
     step = config.train.steps if done else experiment.last_step(out)
     again = "" if done else " Stopped on request; the same command goes on from there."
     print_result(

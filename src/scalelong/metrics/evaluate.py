@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from torch import Tensor
 from scalelong.data.store import Store
 from scalelong.metrics.distances import Moments, frechet_distance, kernel_distance, precision_recall
 from scalelong.metrics.features import Features
+from scalelong.world import World
 
 NEIGHBOURS = 3
 _NEIGHBOURS_FROM = 10_000  # precision and recall compare all pairs: enough images, not all
@@ -79,9 +81,18 @@ def protocol_of(features: str, num_samples: int, num_images: int, how_sampled: s
     )
 
 
-def quality_of(samples: Iterable[Tensor], reference: Reference, features: Features, how_sampled: str) -> Quality:
-    """Compare batches of samples, [B, C, H, W] in [-1, 1], with a reference."""
-    fake = _collect(features(images) for images in samples)
+def quality_of(
+    samples: Iterable[Tensor],
+    reference: Reference,
+    features: Features,
+    how_sampled: str,
+    world: World | None = None,
+) -> Quality:
+    """Compare batches of samples, [B, C, H, W] in [-1, 1], with a reference.
+
+    Where several processes each draw their share, one after the other's, all get the figures of the whole.
+    """
+    fake = _of_all(_collect(features(images) for images in samples), world or World())
     reference = reference.to(fake.features.device)
     for name, side in (("samples", fake), ("images in the data", reference)):
         if len(side.features) <= NEIGHBOURS:
@@ -91,6 +102,15 @@ def quality_of(samples: Iterable[Tensor], reference: Reference, features: Featur
     fid = frechet_distance(reference.moments, fake.moments)
     protocol = protocol_of(features.name, fake.moments.count, reference.moments.count, how_sampled)
     return Quality(fid, kid, deviation, precision, recall, protocol)
+
+
+def _of_all(part: Reference, world: World) -> Reference:
+    """The parts of all processes together, in their order."""
+    counts = world.gather(torch.tensor([part.moments.count], device=part.features.device))
+    means, covariances = world.gather(part.moments.mean), world.gather(part.moments.covariance)
+    parts = [Moments(int(n), mean, c) for n, mean, c in zip(counts, means, covariances, strict=True)]
+    features = torch.cat(world.gather(part.features))[:_NEIGHBOURS_FROM]
+    return Reference(functools.reduce(Moments.__add__, parts), features)
 
 
 def _collect(batches: Iterable[Tensor]) -> Reference:

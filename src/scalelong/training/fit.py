@@ -15,7 +15,7 @@ from torch import Tensor
 from scalelong.config import RunConfig
 from scalelong.training import checkpoint
 from scalelong.training.guard import NonFiniteError
-from scalelong.training.log import RunLog
+from scalelong.training.log import NoLog, RunLog
 from scalelong.training.signals import Oscillation, Signals
 from scalelong.training.step import Stepper
 
@@ -39,6 +39,7 @@ class Fit:
         self.stepper = stepper
         self.model = stepper.model
         self.folder = folder
+        self.world = stepper.world
         self.emas = stepper.emas
         self.oscillation = Oscillation()
         self.recent: list[Tensor] = []  # losses since the last log line
@@ -61,7 +62,7 @@ class Fit:
         self.step = found.step
         return self.step
 
-    def save(self) -> Path:
+    def save(self) -> None:
         """Write a checkpoint of the present step."""
         tensors: dict[str, Any] = {"model": self.model.state_dict(), "optimiser": _optimiser_tensors(self.stepper)}
         tensors |= {f"ema-{ema.rate}": ema.weights for ema in self.emas}
@@ -71,11 +72,13 @@ class Fit:
             "oscillation": self.oscillation.state(),
             "recent": [loss.item() for loss in self.recent],
         }
-        return checkpoint.save(self.folder / CHECKPOINTS, tensors, state, self.config.keep_checkpoints)
+        if self.world.is_first:
+            checkpoint.save(self.folder / CHECKPOINTS, tensors, state, self.config.keep_checkpoints)
+        self.world.wait()
 
     def run(
         self,
-        log: RunLog,
+        log: RunLog | NoLog,
         *,
         show: Callable[[Progress], None] = lambda progress: None,
         events: Sequence[tuple[int, Callable[[int], None]]] = (),
@@ -102,9 +105,12 @@ class Fit:
                 show(Progress(self.step, self.config.steps, self.stepper.loss.item() if looked else None))
                 paused = time.perf_counter()
                 for call in happens:
-                    call(self.step)
-                    self.model.train()
-                stopping = interruption.asked
+                    if self.world.is_first:
+                        call(self.step)
+                        self.model.train()
+                    self.world.wait()
+                # All stop at the same step, so they ask each other, but only at steps where all look.
+                stopping = bool(looked) and self.world.any(interruption.asked, self.stepper.loader.device)
                 if save_now or stopping:
                     self._check()
                     self.save()
@@ -141,7 +147,7 @@ class Fit:
         self.step = step
         self.save()
 
-    def _log(self, log: RunLog, signals: Signals, seconds: float) -> None:
+    def _log(self, log: RunLog | NoLog, signals: Signals, seconds: float) -> None:
         main = {"loss": torch.stack(self.recent).mean().item(), "gradient norm": self.stepper.norm.item()}
         self.recent = []
         log.write(

@@ -67,6 +67,19 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+class NoLog:
+    """What the processes besides the first write to."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def write(self, step: int, **values: Any) -> None:
+        """Nothing."""
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; a last line that was cut short by a kill is left out."""
     rows = []

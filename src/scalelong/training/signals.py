@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from scalelong.skips.apply import scaling_of
 from scalelong.skips.attach import adapter_for
 from scalelong.skips.sites import LongSkip
+from scalelong.world import World
 
 Signals = dict[str, float]
 _WINDOW = 20
@@ -31,7 +32,9 @@ class Observer:
         self.model = model
         self.adapter = adapter_for(model)
         self.skips = self.adapter.find(model)
-        self.found: dict[str, Tensor] = {}
+        # One value per piece of the batch: squares of norms, and means.
+        self.squares: dict[str, list[Tensor]] = defaultdict(list)
+        self.means: dict[str, list[Tensor]] = defaultdict(list)
         self.names: list[str] = []
         self.values = torch.zeros(0)
 
@@ -45,7 +48,7 @@ class Observer:
                 stack.callback(hook.remove)
             for index, scale in enumerate(handle.scales if handle else []):
                 if (number := scale.number()) is not None:
-                    self.found[f"coefficient/{index}"] = torch.full((), number, device=self._device())
+                    self.means[f"coefficient/{index}"].append(torch.full((), number, device=self._device()))
                 else:
                     stack.callback(scale.register_forward_hook(self._see_gate(index)).remove)
             yield
@@ -54,28 +57,37 @@ class Observer:
         def see(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             with torch.no_grad():
                 main, part = self.adapter.merge_inputs(skip, args, kwargs)
-                self.found[f"skip norm/{skip.index}"] = part.float().norm()
-                self.found[f"main norm/{skip.index}"] = main.float().norm()
+                self.squares[f"skip norm/{skip.index}"].append(part.float().square().sum())
+                self.squares[f"main norm/{skip.index}"].append(main.float().square().sum())
 
         return see
 
     def _see_gate(self, index: int) -> Any:
         def see(_: nn.Module, args: Any, output: Tensor) -> None:
-            self.found[f"coefficient/{index}"] = output.detach().float().mean()
+            self.means[f"coefficient/{index}"].append(output.detach().float().mean())
 
         return see
 
     @torch.no_grad()
-    def measure(self) -> None:
-        """Put what was seen, and the norms of the gradients that are there now, into one vector on the device."""
-        values = dict(self.found)
+    def measure(self, world: World | None = None) -> None:
+        """Put what was seen, and the norms of the gradients that are there now, into one vector on the device.
+
+        What was seen is of the whole batch: of all its pieces, and of all processes.
+        """
+        world = world or World()
+        squares = world.sum(torch.stack([torch.stack(pieces).sum() for pieces in self.squares.values()]))
+        values = dict(zip(self.squares, squares.sqrt(), strict=True))
+        if self.means:
+            means = world.mean(torch.stack([torch.stack(pieces).mean() for pieces in self.means.values()]))
+            values |= dict(zip(self.means, means, strict=True))
         for index in range(len(self.skips)):
             values[f"skip to main/{index}"] = values[f"skip norm/{index}"] / values[f"main norm/{index}"]
         for skip in self.skips:
             gradients = [p.grad for p in skip.block.parameters() if p.grad is not None]
             values[f"merge gradient/{skip.index}"] = torch.nn.utils.get_total_norm(gradients).float()
         values |= {f"gradient/{block}": norm for block, norm in gradient_norms(self.model).items()}
-        self.found = {}
+        self.means.clear()
+        self.squares.clear()
         self.names = list(values)
         self.values = torch.stack([v.float().reshape(()) for v in values.values()])
 

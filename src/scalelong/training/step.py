@@ -23,6 +23,7 @@ from scalelong.skips.apply import scaling_of
 from scalelong.training.ema import EMA, move_averages
 from scalelong.training.guard import NonFiniteError, find_culprit
 from scalelong.training.signals import Observer, Signals
+from scalelong.world import World
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NEVER = -1
@@ -31,8 +32,12 @@ _NEVER = -1
 class Stepper:
     """Holds what an update needs. Everything random in it is drawn by (seed, index in the stream)."""
 
-    def __init__(self, model: nn.Module, process: Process, loader: Loader, config: TrainConfig) -> None:
+    def __init__(
+        self, model: nn.Module, process: Process, loader: Loader, config: TrainConfig, world: World | None = None
+    ) -> None:
         self.model = model
+        self.world = world or World()
+        self.size = self.world.part(config.batch_size, config.accumulate)  # images of this process per step
         self.process = process.to(loader.device)
         self.loader = loader
         self.config = config = resolved_for(config, loader.device.type)
@@ -50,14 +55,15 @@ class Stepper:
         )
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
         compiled: Callable[..., Any] = _as_it_is if config.execution == "eager" else torch.compile
-        self.forward = compiled(model)
+        self.wrapped = self.world.wrap(model)
+        self.forward = compiled(self.wrapped)
         self._draw = compiled(self._draw_batch)
         self._average = compiled(move_averages)
         self.noise, self.times, self.dropout = (Stream(config.seed, name) for name in ("noise", "times", "dropout"))
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         # What the step reads and writes on the device.
         self.step = torch.zeros((), dtype=torch.int64, device=device)
-        self.pixels, self.labels = loader.buffers(config.batch_size)
+        self.pixels, self.labels = loader.buffers(self.size)
         self.loss = torch.zeros((), device=device)
         self.norm = torch.zeros((), device=device)
         self.bad_step = torch.full((), _NEVER, dtype=torch.int64, device=device)
@@ -94,7 +100,8 @@ class Stepper:
             return torch.stack([self._loss(piece, self.model) for piece in range(self.config.accumulate)]).mean()
 
         what = "loss" if self.bad_loss.item() else "gradient"
-        raise NonFiniteError(step, what, find_culprit(self.model, again))
+        with self._unsynchronised():
+            raise NonFiniteError(step, what, find_culprit(self.model, again))
 
     def signals(self) -> Signals:
         """What the last observed update showed."""
@@ -103,14 +110,16 @@ class Stepper:
     def _load(self, step: int) -> None:
         """Put the step's number and images where the step reads them."""
         self.step.fill_(step)
-        pixels, labels = self.loader.fetch(step * self.config.batch_size, self.config.batch_size)
+        start = step * self.config.batch_size + self.world.rank * self.size
+        pixels, labels = self.loader.fetch(start, self.size)
         self.pixels.copy_(pixels, non_blocking=True)
         if self.labels is not None and labels is not None:
             self.labels.copy_(labels, non_blocking=True)
         self._seed_dropout(step)
 
     def _seed_dropout(self, step: int) -> None:
-        torch.manual_seed(int(self.dropout.bits(torch.tensor([step]), 1)) & (2**63 - 1))
+        place = step * self.world.size + self.world.rank
+        torch.manual_seed(int(self.dropout.bits(torch.tensor([place]), 1)) & (2**63 - 1))
 
     def _run(self, observed: bool) -> None:
         if self.config.execution != "captured":
@@ -143,11 +152,11 @@ class Stepper:
         self.optimiser.zero_grad(set_to_none=True)
         # The compiler would have to trace the observer's hooks too: an observed step is not compiled.
         with self.observer.watching() if observed else contextlib.nullcontext():
-            loss = self._backward(self.model if observed else self.forward)
+            loss = self.world.mean(self._backward(self.wrapped if observed else self.forward))
         self.scaler.unscale_(self.optimiser)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         if observed:
-            self.observer.measure()
+            self.observer.measure(self.world)
         keep = self._guard(loss, norm)
         if self.config.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.clip_norm, norm)
@@ -171,17 +180,25 @@ class Stepper:
     def _backward(self, forward: Any) -> Tensor:
         total = torch.zeros((), device=self.loader.device)
         for piece in range(self.config.accumulate):
-            loss = self._loss(piece, forward) / self.config.accumulate
-            self.scaler.scale(loss).backward()
+            last = piece == self.config.accumulate - 1
+            with contextlib.nullcontext() if last else self._unsynchronised():
+                loss = self._loss(piece, forward) / self.config.accumulate
+                self.scaler.scale(loss).backward()
             total += loss.detach()
         return total
 
+    def _unsynchronised(self) -> Any:
+        """Gradients stay this process' own: they are averaged with the last piece of a batch."""
+        return getattr(self.wrapped, "no_sync", contextlib.nullcontext)()
+
     def _loss(self, piece: int, forward: Any) -> Tensor:
         """The mean squared error of one piece of the batch, weighted where the run says so."""
-        size = self.config.batch_size // self.config.accumulate
+        size = self.size // self.config.accumulate
         part = slice(piece * size, (piece + 1) * size)
         labels = None if self.labels is None else self.labels[part]
-        example, timesteps, labels = self._draw(self.pixels[part], labels, self.step, piece * size)
+        example, timesteps, labels = self._draw(
+            self.pixels[part], labels, self.step, self.world.rank * self.size + piece * size
+        )
         given: dict[str, Any] = {} if labels is None else {"class_labels": labels}
         with self._autocast():
             prediction = forward(example.inputs, timesteps, return_dict=False, **given)[0].float()

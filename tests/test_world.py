@@ -1,0 +1,156 @@
+"""Several processes on the CPU (gloo, under torchrun) do what one does."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from scalelong import experiment
+from scalelong.cli.main import app
+from scalelong.config import with_overrides
+from scalelong.data.prepare import prepare
+from scalelong.data.sources import digits
+from scalelong.data.store import open_store
+from scalelong.presets import run_preset
+from scalelong.training.log import read_metrics
+from scalelong.world import World
+from tests.training.test_fit import tensors_of
+
+SETTINGS = [
+    "model.changes.hidden_size=32",
+    "model.changes.num_layers=4",
+    "model.scaling=ls",
+    "data.condition=class",
+    "train.batch_size=12",
+    "train.accumulate=2",
+    "train.warmup_steps=2",
+    "train.log_every=1",
+    "train.monitor_every=2",
+    "train.sample_every=4",
+    "train.checkpoint_every=2",
+    "train.ema_rates=0.9",
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "digits"
+    prepare(digits(), folder)
+    return folder
+
+
+def launch(processes, *command, check=True):
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*run, "-m", "scalelong", *command], capture_output=True, text=True, check=check, env=environment
+    )
+
+
+def train(processes, data, out, steps):
+    if processes == 1:
+        config = with_overrides(run_preset("digits"), [*SETTINGS, f"train.steps={steps}"])
+        experiment.train(config, open_store(data), out, device="cpu", logger="none")
+        return None
+    changes = [part for setting in [*SETTINGS, f"train.steps={steps}"] for part in ("--set", setting)]
+    command = ["train", "digits", "--data", str(data), "--out", str(out), "--device", "cpu", *changes]
+    return launch(processes, *command, "--logger", "none", "--json")
+
+
+def series(run, *path):
+    found = []
+    for row in read_metrics(run):
+        for key in path:
+            row = row.get(key, {}) if isinstance(row, dict) else {}
+        found += [row] if isinstance(row, float) else []
+    return found
+
+
+def test_two_processes_train_as_one(data, tmp_path):
+    done = train(2, data, tmp_path / "two", 4)
+    assert json.loads(done.stdout)["done"]  # one of them speaks
+    train(1, data, tmp_path / "one", 4)
+    for path in (("loss",), ("gradient norm",), ("signals", "skip norm/0"), ("signals", "coefficient/1")):
+        two, one = (series(tmp_path / name, *path) for name in ("two", "one"))
+        assert len(one) >= 2
+        torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=1e-5, atol=1e-6)
+    (step, two), (_, one) = tensors_of(tmp_path / "two"), tensors_of(tmp_path / "one")
+    assert step == 4
+    for key in one:
+        torch.testing.assert_close(two[key], one[key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_judge_as_one(data, tmp_path):
+    train(1, data, tmp_path / "one", 2)
+    evaluate = ["evaluate", str(tmp_path / "one"), "--data", str(data), "--features", "pixels", "--device", "cpu"]
+    # torchrun takes --num for one of its own options, cut short.
+    options = ["-n", "11", "--batch", "4", "--steps", "3", "--json"]
+    ours = json.loads(launch(2, *evaluate, *options).stdout)
+    theirs = json.loads(CliRunner().invoke(app, [*evaluate, *options], catch_exceptions=False).stdout)
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert ours[key] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), key
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_with_any_number_of_processes(data, tmp_path):
+    """Two, then one, then three: the stream goes on as if one process had done it all."""
+    train(1, data, tmp_path / "straight", 6)
+    for processes, steps in ((2, 2), (1, 4), (3, 6)):
+        train(processes, data, tmp_path / "changing", steps)
+    a, b = (torch.tensor(series(tmp_path / name, "loss")) for name in ("straight", "changing"))
+    assert len(a) == 6
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    runs = [experiment.load_run(tmp_path / name, device="cpu") for name in ("straight", "changing")]
+    one, other = (experiment.draw(run.config, run.model, 4, steps=4) for run in runs)
+    torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_others(data, tmp_path):
+    code = f"""
+import os
+from pathlib import Path
+from scalelong import experiment
+from scalelong.config import with_overrides
+from scalelong.data.store import open_store
+from scalelong.presets import run_preset
+from tests.test_world import SETTINGS
+def show(progress):
+    if os.environ["RANK"] == "1" and progress.step == 3:
+        raise RuntimeError("the second process fell over")
+config = with_overrides(run_preset("digits"), [*SETTINGS, "train.steps=100000"])
+experiment.train(config, open_store({str(data)!r}), Path({str(tmp_path / "run")!r}), device="cpu", show=show)
+"""
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    start = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert run.returncode != 0
+    assert "the second process fell over" in run.stderr
+    assert time.monotonic() - start < 120  # most of it is importing
+
+
+def test_a_batch_that_cannot_be_shared_is_refused():
+    assert World(1, 3).part(24, 2) == 8
+    with pytest.raises(ValueError, match=r"3 × 2; got 32"):
+        World(1, 3).part(32, 2)
+
+
+def test_shares_are_all_of_it_in_order():
+    for total in (0, 1, 7, 12):
+        shares = [World(rank, 3).share(total) for rank in range(3)]
+        assert [i for share in shares for i in share] == list(range(total))
