@@ -74,6 +74,7 @@ class TrainConfig:
     checkpoint_activations: bool = False
     ema_rates: tuple[float, ...] = (0.999, 0.9999)
     ema_warmup: bool = False
+    posthoc_every: int = 0
     seed: int = 1234
     log_every: int = 50
     monitor_every: int = 100
@@ -91,6 +92,7 @@ class TrainConfig:
             self.batch_size % self.accumulate == 0, "train.accumulate divides train.batch_size", self.accumulate
         )
         _require(self.lr > 0, "train.lr is positive", self.lr)
+        _require(self.posthoc_every >= 0, "train.posthoc_every is at least 0, for never", self.posthoc_every)
         _require(self.warmup_steps >= 0, "train.warmup_steps is at least 0", self.warmup_steps)
         _require(self.weight_decay >= 0, "train.weight_decay is at least 0", self.weight_decay)
         _require(all(0 <= b < 1 for b in self.betas), "train.betas lie in [0, 1)", self.betas)

@@ -33,6 +33,7 @@ from scalelong.training import checkpoint
 from scalelong.training.ema import EMA, default_rate
 from scalelong.training.fit import CHECKPOINTS, Fit, Progress
 from scalelong.training.log import NoLog, RunLog, environment
+from scalelong.training.posthoc import SNAPSHOTS, reconstruct
 from scalelong.training.step import Stepper
 from scalelong.training.trackers import check_logger
 from scalelong.world import World, joined, local_device
@@ -110,7 +111,13 @@ def _train(
             found |= figures if ema is settled() else {}
         log.write(step, quality=found)
 
+    def keep_snapshot(step: int) -> None:
+        tensors = {power.name: power.weights for power in fit.stepper.powers}
+        checkpoint.save(out / SNAPSHOTS, tensors, {"step": step}, keep=1_000_000)
+
     events = [(config.train.sample_every, save_grid)]
+    if config.train.posthoc_every:
+        events.append((config.train.posthoc_every, keep_snapshot))
     if judge is not None:
         events.append((judge_every or config.train.sample_every, write_quality))
     with log:
@@ -164,7 +171,7 @@ class LoadedRun:
     config: RunConfig
     model: nn.Module
     step: int
-    ema_rate: float
+    ema_rate: float | str  # or "post-hoc WIDTH"
 
     @property
     def num_classes(self) -> int | None:
@@ -177,8 +184,17 @@ class LoadedRun:
         return self.num_classes if self.config.data.label_dropout > 0 else None
 
 
-def load_run(folder: Path, *, ema_rate: float | None = None, device: str | None = None) -> LoadedRun:
-    """The newest whole checkpoint of a run, with the average of `ema_rate`, or the slowest that has settled."""
+def load_run(
+    folder: Path,
+    *,
+    ema_rate: float | None = None,
+    posthoc_width: float | None = None,
+    device: str | None = None,
+) -> LoadedRun:
+    """The newest whole checkpoint of a run, with the average of `ema_rate`, or the slowest that has settled.
+
+    `posthoc_width` reconstructs an average of that width from the run's snapshots instead.
+    """
     config = read_config(folder)
     if missing := [key for key in ("sample_size", "in_channels") if key not in config.model.changes]:
         raise ValueError(f"{folder / CONFIG} is not as train wrote it: model.changes lacks {', '.join(missing)}.")
@@ -190,17 +206,23 @@ def load_run(folder: Path, *, ema_rate: float | None = None, device: str | None 
     rates = list(config.train.ema_rates)
     if ema_rate is not None and ema_rate not in rates:
         raise ValueError(f"the run keeps the averages {', '.join(map(str, rates))}, got {ema_rate}.")
-    rate = default_rate(rates, found.step) if ema_rate is None else ema_rate
+    rate: float | str = default_rate(rates, found.step) if ema_rate is None else ema_rate
+    step, weights = found.step, None
+    if posthoc_width is not None:
+        if ema_rate is not None:
+            raise ValueError(f"an average is chosen by --ema or --posthoc-ema, got {ema_rate} and {posthoc_width}.")
+        weights, step = reconstruct(folder, posthoc_width)
+        rate = f"post-hoc {posthoc_width}"
     model = build_model(config, usable_device(device))
     try:
-        model.load_state_dict(found.tensors(f"ema-{rate}"))
+        model.load_state_dict(weights or found.tensors(f"ema-{rate}"))
     except RuntimeError as error:  # torch lists every tensor: the first says enough
         reason = "; ".join(line.strip() for line in str(error).splitlines()[1:2])
         raise ValueError(
             f"{folder / CONFIG} and the checkpoint {found.folder} do not belong together ({reason}); put back the "
             "config that the run was trained with."
         ) from error
-    return LoadedRun(config, model.eval(), found.step, rate)
+    return LoadedRun(config, model.eval(), step, rate)
 
 
 def draw(

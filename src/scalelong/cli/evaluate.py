@@ -37,6 +37,9 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Which samples.")] = 0,
     batch: Annotated[int, typer.Option(min=2, help="Samples drawn at once.")] = 250,
     ema: Annotated[float | None, typer.Option(help="Which average of the weights.")] = None,
+    posthoc_ema: Annotated[
+        float | None, typer.Option(help="An average of this width, from the run's snapshots (train.posthoc_every).")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
@@ -49,7 +52,7 @@ def evaluate(
 
     check_kind(features, inception)
     device = local_device(experiment.usable_device(device))
-    loaded = experiment.load_run(run, ema_rate=ema, device=device)
+    loaded = experiment.load_run(run, ema_rate=ema, posthoc_width=posthoc_ema, device=device)
     how: dict[str, Any] = {"guidance": guidance, "sampler": sampler, "steps": steps}
     experiment.check_drawing(loaded.config, **how)
     settings = f"{sampler}, {steps} steps, w = {guidance}, seed {seed}, EMA {loaded.ema_rate}, step {loaded.step}"

@@ -17,13 +17,16 @@ def export(
     out: Annotated[Path, typer.Option(help="The folder to write.")],
     fold: Annotated[bool, typer.Option("--fold", help="Move a constant scaling into the weights.")] = False,
     ema: Annotated[float | None, typer.Option(help="Which average of the weights.")] = None,
+    posthoc_ema: Annotated[
+        float | None, typer.Option(help="An average of this width, from the run's snapshots (train.posthoc_every).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
     """Write a diffusers pipeline folder around the averaged model."""
     from scalelong import experiment
     from scalelong.export import export as write
 
-    loaded = experiment.load_run(run, ema_rate=ema, device="cpu")
+    loaded = experiment.load_run(run, ema_rate=ema, posthoc_width=posthoc_ema, device="cpu")
     pipeline = write(loaded, out, fold=fold)
     print_result(
         {"out": str(out), "pipeline": pipeline, "step": loaded.step, "ema": loaded.ema_rate, "folded": fold},

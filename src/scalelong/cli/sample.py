@@ -24,6 +24,9 @@ def sample(
     ema: Annotated[
         float | None, typer.Option(help="Which average; by default the slowest that has settled.")
     ] = None,
+    posthoc_ema: Annotated[
+        float | None, typer.Option(help="An average of this width, from the run's snapshots (train.posthoc_every).")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
@@ -33,7 +36,7 @@ def sample(
     from scalelong import experiment
 
     _check_picture(out)
-    loaded = experiment.load_run(run, ema_rate=ema, device=device)
+    loaded = experiment.load_run(run, ema_rate=ema, posthoc_width=posthoc_ema, device=device)
     labels = None
     if label is not None:
         if loaded.num_classes is None:

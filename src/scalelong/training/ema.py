@@ -17,6 +17,11 @@ class EMA:
         self.warmup = warmup
         self.weights = {name: p.detach().clone().float() for name, p in model.named_parameters()}
 
+    @property
+    def name(self) -> str:
+        """In checkpoints."""
+        return f"ema-{self.rate}"
+
     def weight(self, step: Tensor, keep: Tensor) -> Tensor:
         """How far update number `step` moves the average to the weights: 1 - rate, times `keep`, 1 or 0.
 

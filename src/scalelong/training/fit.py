@@ -53,8 +53,8 @@ class Fit:
         if found is None:
             return 0
         self.model.load_state_dict(found.tensors("model"))
-        for ema in self.emas:
-            ema.load(found.tensors(f"ema-{ema.rate}"))
+        for ema in self.stepper.averages:
+            ema.load(found.tensors(ema.name))
         _load_optimiser(self.stepper, found.tensors("optimiser"))
         self.stepper.scaler.load_state_dict(found.state["scaler"])
         self.oscillation.load(found.state["oscillation"])
@@ -65,7 +65,7 @@ class Fit:
     def save(self) -> None:
         """Write a checkpoint of the present step."""
         tensors: dict[str, Any] = {"model": self.model.state_dict(), "optimiser": _optimiser_tensors(self.stepper)}
-        tensors |= {f"ema-{ema.rate}": ema.weights for ema in self.emas}
+        tensors |= {ema.name: ema.weights for ema in self.stepper.averages}
         state = {
             "step": self.step,
             "scaler": self.stepper.scaler.state_dict(),

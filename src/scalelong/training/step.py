@@ -22,6 +22,7 @@ from scalelong.diffusion.process import Example, Process
 from scalelong.skips.apply import scaling_of
 from scalelong.training.ema import EMA, move_averages
 from scalelong.training.guard import NonFiniteError, find_culprit
+from scalelong.training.posthoc import PROFILES, PowerEMA
 from scalelong.training.signals import Observer, Signals
 from scalelong.world import World
 
@@ -43,6 +44,8 @@ class Stepper:
         self.config = config = resolved_for(config, loader.device.type)
         self.observer = Observer(model)
         self.emas = [EMA(model, rate, warmup=config.ema_warmup) for rate in config.ema_rates]
+        self.powers = [PowerEMA(model, width) for width in PROFILES] if config.posthoc_every else []
+        self.averages = [*self.emas, *self.powers]
         device = loader.device
         self.lr = torch.tensor(config.lr, device=device)
         self.optimiser = torch.optim.AdamW(
@@ -163,9 +166,11 @@ class Stepper:
         self.lr.copy_(self.config.lr * warmup(self.step, self.config.warmup_steps))
         self.optimiser.found_inf = 1 - keep  # type: ignore[attr-defined]
         self.optimiser.step()
-        weights = [ema.weight(self.step, keep) for ema in self.emas]
+        weights = [ema.weight(self.step, keep) for ema in self.averages]
         with torch.no_grad():
-            self._average([list(ema.weights.values()) for ema in self.emas], list(self.model.parameters()), weights)
+            self._average(
+                [list(ema.weights.values()) for ema in self.averages], list(self.model.parameters()), weights
+            )
         self.loss.copy_(loss)
         self.norm.copy_(norm)
 
