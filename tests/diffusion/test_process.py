@@ -2,6 +2,8 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from scalelong.diffusion.process import (
     DDPM,
@@ -210,6 +212,34 @@ def test_lemma_3_2(process, expected):
 def test_what_does_not_fit_gets_a_sentence(settings, says):
     with pytest.raises(ValueError, match=says):
         process_named(*settings)
+
+
+class TensorsSeen(TorchDispatchMode):
+    """Notes the devices of all tensors that operations read."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.devices |= {
+            arg.device.type for arg in tree_flatten((args, kwargs))[0] if isinstance(arg, torch.Tensor)
+        }
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_an_example_stays_on_its_device_and_reads_no_value(name):
+    """As a captured graph needs it: the device "meta" has no values, and a table left elsewhere would be seen."""
+    for target in PROCESSES[name].targets:
+        for weighting in ("plain", "min-snr:5", "p2"):
+            process = process_named(name, target, weighting).to(torch.device("meta"))
+            uniforms, images, noise = (torch.empty(s, device="meta") for s in ([2], [2, 1, 4, 4], [2, 1, 4, 4]))
+            with TensorsSeen() as seen:
+                example = process.example(images, noise, process.timesteps(uniforms))
+            assert seen.devices == {"meta"}
+            assert example.inputs.shape == example.target.shape == (2, 1, 4, 4)
+            assert example.inputs.dtype == example.target.dtype == torch.float32
 
 
 def test_each_process_has_its_own_target():
