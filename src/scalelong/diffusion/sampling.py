@@ -112,14 +112,15 @@ def _on_scheduler(process: Process, sampler: str) -> bool:
 def _scheduled(
     predict: Predict, scheduler: Any, noise: Tensor, steps: int, progress: Progress, indices: Tensor, seed: int
 ) -> Tensor:
-    scheduler.set_timesteps(steps, device=noise.device)
+    scheduler.set_timesteps(steps)  # on the host: a scheduler that looks up a GPU's number waits for it each step
     x = noise * scheduler.init_noise_sigma
     extra = {}
     if type(scheduler).__name__ == "DDPMScheduler":  # one generator per image: its noise depends on no batch
         keys = Stream(seed, "ancestral").bits(indices, 1)[:, 0]
         extra["generator"] = [torch.Generator().manual_seed(int(key) & (2**63 - 1)) for key in keys]
     for k in progress(scheduler.timesteps):
-        x = scheduler.step(predict(scheduler.scale_model_input(x, k), k), k, x, **extra).prev_sample
+        here = torch.full((), k.item(), dtype=k.dtype, device=x.device)
+        x = scheduler.step(predict(scheduler.scale_model_input(x, k), here), k, x, **extra).prev_sample
     return x
 
 

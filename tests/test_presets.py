@@ -1,0 +1,31 @@
+import pytest
+
+from scalelong.presets import MODEL_PRESETS, RUN_PRESETS, run_preset
+
+# (steps, batch, learning rate, betas, warm-up) as published
+PUBLISHED = {
+    "cifar10-uvit-s": (500_000, 128, 2e-4, (0.99, 0.999), 2500),
+    "celeba64-uvit-s": (500_000, 128, 2e-4, (0.99, 0.99), 5000),
+    "imagenet64-uvit-m": (300_000, 1024, 3e-4, (0.99, 0.99), 5000),
+    "imagenet64-uvit-l": (300_000, 1024, 3e-4, (0.99, 0.99), 5000),
+    "cifar10-unet": (800_000, 128, 2e-4, (0.9, 0.999), 5000),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_recipes_are_the_published_ones(name):
+    t = run_preset(name).train
+    assert (t.steps, t.batch_size, t.lr, t.betas, t.warmup_steps) == PUBLISHED[name]
+
+
+def test_every_recipe_has_its_network():
+    assert set(RUN_PRESETS) <= set(MODEL_PRESETS)
+    for name, recipe in RUN_PRESETS.items():
+        assert recipe.model.preset == name
+        by_class = "num_class_embeds" in MODEL_PRESETS[name].config
+        assert (recipe.data.condition == "class") == by_class
+
+
+def test_an_unknown_recipe_gets_the_list():
+    with pytest.raises(ValueError, match="no recipe named 'cifar'; there is digits, cifar10-uvit-xs"):
+        run_preset("cifar")
