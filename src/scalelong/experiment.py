@@ -31,8 +31,8 @@ from scalelong.diffusion.sampling import check_request, sample
 from scalelong.presets import model_preset
 from scalelong.training import checkpoint
 from scalelong.training.ema import EMA, default_rate
-from scalelong.training.fit import CHECKPOINTS, Fit, Progress
-from scalelong.training.log import NoLog, RunLog, environment
+from scalelong.training.fit import CHECKPOINTS, Event, Fit, Progress
+from scalelong.training.log import NoLog, RunLog, environment, read_metrics
 from scalelong.training.posthoc import SNAPSHOTS, reconstruct
 from scalelong.training.step import Stepper
 from scalelong.training.trackers import check_logger
@@ -92,15 +92,20 @@ def _train(
         _open_run(config, out)  # last: settings that cannot be leave no folder behind
     world.wait()
     resumed_at = fit.resume()
+    if len({int(step) for step in world.gather(torch.tensor([resumed_at], device=device))}) > 1:
+        raise ValueError(f"the processes found different checkpoints in {out}; all must see the same folder.")
     log = RunLog(out, resumed_at, logger, to_dict(config)) if world.is_first else NoLog()
 
     def settled() -> EMA:
         rate = default_rate(list(config.train.ema_rates), fit.step)
         return next(ema for ema in fit.emas if ema.rate == rate)
 
+    def grid_of(step: int) -> Path:
+        return out / SAMPLES / f"step-{step:09d}.png"
+
     def save_grid(step: int) -> None:
         with settled().applied_to(model):
-            write_grid(draw(config, model, 16, seed=0), out / SAMPLES / f"step-{step:09d}.png")
+            write_grid(draw(config, model, 16, seed=0), grid_of(step))
 
     def write_quality(step: int) -> None:
         found: dict[str, float] = {"ema": settled().rate}
@@ -115,11 +120,15 @@ def _train(
         tensors = {power.name: power.weights for power in fit.stepper.powers}
         checkpoint.save(out / SNAPSHOTS, tensors, {"step": step}, keep=1_000_000)
 
-    events = [(config.train.sample_every, save_grid)]
+    def no_quality(step: int) -> bool:
+        return not any("quality" in row for row in read_metrics(out) if row["step"] == step)
+
+    events = [Event(config.train.sample_every, save_grid, lambda step: not grid_of(step).is_file())]
     if config.train.posthoc_every:
-        events.append((config.train.posthoc_every, keep_snapshot))
+        missing = lambda step: not checkpoint.folder_of(out / SNAPSHOTS, step).is_dir()  # noqa: E731
+        events.append(Event(config.train.posthoc_every, keep_snapshot, missing))
     if judge is not None:
-        events.append((judge_every or config.train.sample_every, write_quality))
+        events.append(Event(judge_every or config.train.sample_every, write_quality, no_quality))
     with log:
         return fit.run(log, show=show, events=events)
 
@@ -261,14 +270,18 @@ def check_drawing(config: RunConfig, *, sampler: str = "dpm++", steps: int = 50,
         )
 
 
+def sampling_precision(device: str, evaluations: int) -> str:
+    """bf16 where so much is drawn on a GPU that the network is compiled for it; else fp32."""
+    return "bf16" if device.startswith("cuda") and evaluations >= 200_000 else "fp32"
+
+
 def for_sampling(model: nn.Module, evaluations: int) -> nn.Module:
     """The network as it is called fastest: on a GPU, for long work, compiled and captured in bf16."""
-    worth_compiling = evaluations >= 200_000
-    if worth_compiling and next(model.parameters()).is_cuda:
-        from scalelong.diffusion.fast import FastNetwork
+    if sampling_precision(str(next(model.parameters()).device), evaluations) == "fp32":
+        return model
+    from scalelong.diffusion.fast import FastNetwork
 
-        return FastNetwork(model)
-    return model
+    return FastNetwork(model)
 
 
 def num_classes(config: RunConfig) -> int | None:
@@ -319,6 +332,8 @@ def usable_device(device: str | None) -> str:
     count = torch.cuda.device_count()
     if device != "cpu" and int(device.removeprefix("cuda").lstrip(":") or 0) >= count:
         raise ValueError(f"this machine has {count} GPUs that torch can use, got {device!r}; try cpu.")
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)
     return device
 
 

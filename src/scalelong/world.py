@@ -100,18 +100,18 @@ def local_device(kind: str) -> str:
 def joined(device: str) -> Iterator[World]:
     """The world of this process, for as long as the block lasts."""
     rank, size = rank_and_size()
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)  # graphs, streams and kernels of our own go to the current one
     if size == 1:
         yield World()
         return
     how: dict[str, Any] = {"backend": "gloo"}
     if device.startswith("cuda"):
-        torch.cuda.set_device(device)
         how = {"backend": "nccl", "device_id": torch.device(device)}
     already = dist.is_initialized()
     if not already:
         dist.init_process_group(**how, timeout=_PATIENCE)
-    try:
-        yield World(rank, size)
-    finally:
-        if not already:
-            dist.destroy_process_group()
+    yield World(rank, size)
+    # After an error the process just ends: taking leave would wait for the others, who wait for it.
+    if not already:
+        dist.destroy_process_group()

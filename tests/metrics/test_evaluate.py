@@ -76,3 +76,15 @@ def test_quality_is_json(store):
     reference = reference_of(store, PixelFeatures())
     quality = quality_of([images_of(store, np.arange(50))], reference, PixelFeatures(), "x")
     assert set(json.loads(json.dumps(quality.as_dict()))) >= {"fid", "kid", "precision", "recall", "protocol"}
+
+
+def test_features_of_another_network_have_another_name(tmp_path):
+    """References are cached by name: two networks must not share one."""
+    from scalelong.metrics.features import InceptionFeatures, inception_name
+
+    for name in ("one.pt", "two.pt"):
+        torch.jit.script(torch.nn.Flatten()).save(tmp_path / name)
+    (tmp_path / "two.pt").write_bytes((tmp_path / "two.pt").read_bytes() + b" ")
+    names = {InceptionFeatures.name, *(inception_name(tmp_path / name) for name in ("one.pt", "two.pt"))}
+    assert len(names) == 3
+    assert InceptionFeatures(tmp_path / "one.pt").name == inception_name(tmp_path / "one.pt")

@@ -96,3 +96,22 @@ def test_the_manifest_covers_every_file(tmp_path):
     folder = save_step(tmp_path, 1)
     names = {f.name for f in folder.iterdir()} - {"manifest.json"}
     assert set(json.loads((folder / "manifest.json").read_text())) == names
+
+
+def test_saving_a_step_again_never_leaves_it_without_one(tmp_path, monkeypatch):
+    save(tmp_path, {"model": {"x": torch.zeros(2)}}, {"step": 3}, keep=1)
+    rename = Path.rename
+
+    def failing(self, target):
+        if self.name.startswith(".partial-"):
+            raise OSError("no space left")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        with pytest.raises(OSError, match="no space"):
+            save(tmp_path, {"model": {"x": torch.ones(2)}}, {"step": 3}, keep=1)
+    assert load_latest(tmp_path).tensors("model")["x"].sum() == 0
+    # Killed between the two renames: the one that was to be replaced is found again.
+    rename(tmp_path / "step-000000003", tmp_path / ".replaced-step-000000003")
+    assert load_latest(tmp_path).step == 3

@@ -12,12 +12,14 @@ import torch
 
 from scalelong import experiment
 from scalelong.config import with_overrides
+from scalelong.data.loader import Loader
 from scalelong.data.prepare import prepare
 from scalelong.data.sources import digits
 from scalelong.presets import run_preset
 from scalelong.training import checkpoint
 from scalelong.training.guard import NonFiniteError
 from scalelong.training.log import read_metrics
+from scalelong.training.signals import oscillation_index
 from scalelong.training.step import Stepper, parameter_groups, warmup
 
 SMALL = [
@@ -182,7 +184,6 @@ def test_bf16_stays_near_fp32(store, tmp_path):
 
 
 def stepper(store, *settings):
-    from scalelong.data.loader import Loader
     from scalelong.diffusion.process import process_named
 
     run = experiment.fitted_to(config(*settings), store)
@@ -259,3 +260,89 @@ def test_dropout_is_drawn_by_the_step(store, tmp_path):
         for steps in halts:
             experiment.train(with_overrides(unet, [*tiny, f"train.steps={steps}"]), store, tmp_path / name)
     assert same(tmp_path / "straight", tmp_path / "halting")
+
+
+def test_moments_lie_in_memory_as_their_parameters_do(store, tmp_path):
+    """A UNet's weights are channels-last on a GPU, and the fused optimiser pairs numbers by place."""
+    from scalelong.training.fit import Fit
+
+    unet = with_overrides(
+        run_preset("cifar10-unet"),
+        [
+            'model.changes={"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1}',
+            "model.changes.attention_head_dim=32",
+            "train.batch_size=2",
+            "data.flip=false",
+        ],
+    )
+    run = experiment.fitted_to(unet, store)
+
+    def fresh():
+        model = experiment.build_model(run).to(memory_format=torch.channels_last)
+        step = Stepper(model, experiment.process_of(run), Loader(store, seed=0), run.train)
+        return Fit(run, step, tmp_path / "run")
+
+    first, second = fresh(), fresh()
+    first.stepper.update(0)
+    first.save()
+    second.resume()
+    for fit in (first, second):
+        fit.stepper.update(1)
+    for p, q in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        state = second.stepper.optimiser.state[q]
+        assert state["exp_avg"].stride() == q.stride()
+        assert torch.equal(p, q)
+
+
+def test_an_event_that_fails_costs_no_training_and_is_made_up_for(store, tmp_path):
+    calls = []
+
+    def judge(model):
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError("the disk is full")
+        return {"fid": 1.0}
+
+    settings = config("train.steps=10", "train.checkpoint_every=5", "train.ema_rates=0.9")
+    with pytest.raises(OSError, match="full"):
+        experiment.train(settings, store, tmp_path / "run", judge=judge, judge_every=5)
+    assert checkpoint.load_latest(tmp_path / "run" / "checkpoints").step == 5
+    experiment.train(settings, store, tmp_path / "run", judge=judge, judge_every=5)
+    judged = [row["step"] for row in read_metrics(tmp_path / "run") if "quality" in row]
+    assert judged == [5, 10]
+
+
+def test_a_request_to_stop_at_the_last_step_comes_too_late(store, tmp_path):
+    def stop(progress):
+        if progress.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    assert experiment.train(config("train.steps=3"), store, tmp_path / "run", show=stop)
+
+
+def test_every_signal_counts_for_its_oscillation(store, tmp_path):
+    experiment.train(
+        config("train.steps=12", "train.log_every=12", "train.monitor_every=2"), store, tmp_path / "run"
+    )
+    last = read_metrics(tmp_path / "run")[-1]
+    seen = [row["signals"]["skip norm/0"] for row in read_metrics(tmp_path / "run") if row.get("signals")]
+    assert len(seen) == 6
+    assert last["oscillation"]["skip norm/0"] == pytest.approx(oscillation_index(seen))
+
+
+@pytest.mark.parametrize("scaling", ["scalar", "ls", "cs:0.7"])
+def test_an_observed_step_never_waits_for_a_value(store, scaling, monkeypatch):
+    """A captured step must not: .item() and its like would end the capture."""
+    step = stepper(store, f"model.scaling={scaling}")
+    step._load(0)
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: pytest.fail("the host waited for a value"))
+    step._body(observed=True)
+
+
+def test_checkpointed_activations_are_seen_once(store):
+    signals = []
+    for settings in ([], ["train.checkpoint_activations=true"]):
+        step = stepper(store, *settings)
+        step.update(0, observed=True)
+        signals.append(step.signals())
+    assert signals[0]["skip norm/0"] == pytest.approx(signals[1]["skip norm/0"], rel=1e-5)

@@ -12,11 +12,10 @@ from scalelong.cli.common import print_result, tracked
 from scalelong.cli.plan import evaluation_plan, evaluation_text, opened_data
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from scalelong.config import RunConfig
     from scalelong.data.store import Store
-    from scalelong.experiment import LoadedRun
 
 EXAMPLES = "Example: [bold]scalelong evaluate runs/mine --data data/mine --num 50000[/]"
 
@@ -32,7 +31,7 @@ def evaluate(
     features: Annotated[str, typer.Option(help="inception, or pixels for tiny images.")] = "inception",
     inception: Annotated[Path | None, typer.Option(help="The FID network's TorchScript file.")] = None,
     guidance: Annotated[float, typer.Option(help="Classifier-free guidance w.")] = 1.0,
-    sampler: Annotated[str, typer.Option(help="dpm++, ddim, ddpm or em.")] = "dpm++",
+    sampler: Annotated[str, typer.Option(help="dpm++, ddim, ddpm, em, heun or flow-euler.")] = "dpm++",
     steps: Annotated[int, typer.Option(help="Network evaluations per image.")] = 50,
     seed: Annotated[int, typer.Option(help="Which samples.")] = 0,
     batch: Annotated[int, typer.Option(min=2, help="Samples drawn at once.")] = 250,
@@ -55,7 +54,9 @@ def evaluate(
     loaded = experiment.load_run(run, ema_rate=ema, posthoc_width=posthoc_ema, device=device)
     how: dict[str, Any] = {"guidance": guidance, "sampler": sampler, "steps": steps}
     experiment.check_drawing(loaded.config, **how)
-    settings = f"{sampler}, {steps} steps, w = {guidance}, seed {seed}, EMA {loaded.ema_rate}, step {loaded.step}"
+    precision = experiment.sampling_precision(device, num * steps)
+    weights = f"EMA {loaded.ema_rate}, step {loaded.step}"
+    settings = f"{sampler}, {steps} steps, w = {guidance}, {precision}, seed {seed}, {weights}"
     with opened_data(data, dry_run) as store:
         _check_size(loaded.config, store)
         if dry_run:
@@ -69,7 +70,10 @@ def evaluate(
                 reference_of(store, network, statistics_folder())
             world.wait()
             reference = reference_of(store, network, statistics_folder())
-            samples = _drawn(loaded, world.share(num), batch, seed=seed, **how)
+            if num < 4 * world.size:
+                raise ValueError(f"--num is at least 4 for each of the {world.size} processes, got {num}.")
+            drawer = experiment.for_sampling(loaded.model, num * steps)
+            samples = _drawn(loaded.config, drawer, world.share(num), batch, seed=seed, **how)
             quality = quality_of(samples, reference, network, settings, world)
     print_result(
         {"run": str(run), "step": loaded.step, "ema": loaded.ema_rate, **quality.as_dict()},
@@ -80,14 +84,13 @@ def evaluate(
     )
 
 
-def _drawn(loaded: LoadedRun, share: range, batch: int, **how: Any) -> Iterator[Tensor]:
+def _drawn(config: RunConfig, network: nn.Module, share: range, batch: int, **how: Any) -> Iterator[Tensor]:
     from scalelong import experiment
     from scalelong.metrics.evaluate import batches
 
     chunks = list(batches(len(share), batch))
-    network = experiment.for_sampling(loaded.model, len(share) * how["steps"])
     for first, count in tracked(chunks, len(chunks), f"sampling {len(share)} images"):
-        yield experiment.draw(loaded.config, network, count, first=share.start + first, **how)
+        yield experiment.draw(config, network, count, first=share.start + first, **how)
 
 
 def _check_size(config: RunConfig, store: Store) -> None:

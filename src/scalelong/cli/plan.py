@@ -145,10 +145,10 @@ def evaluation_plan(
 ) -> Plan:
     """What `evaluate` would do. A guided step asks the network twice, with the class and without."""
     from scalelong.metrics.evaluate import protocol_of, reference_file, statistics_folder
-    from scalelong.metrics.features import KINDS
+    from scalelong.metrics.features import KINDS, inception_name
     from scalelong.metrics.weights import REQUIREMENT, local_inception
 
-    name = KINDS[features].name
+    name = inception_name(inception) if features == "inception" else KINDS[features].name
     cached = reference_file(store, name, statistics_folder()).is_file()
     weights = local_inception(inception) or f"to be downloaded from {REQUIREMENT}, 81 MB"
     return {

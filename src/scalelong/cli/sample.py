@@ -18,7 +18,7 @@ def sample(
     out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("grid.png"),
     label: Annotated[int | None, typer.Option("--class", min=0, help="Draw this class alone.")] = None,
     guidance: Annotated[float, typer.Option(help="Classifier-free guidance w; the paper's s is w - 1.")] = 1.0,
-    sampler: Annotated[str, typer.Option(help="dpm++, ddim, ddpm or em.")] = "dpm++",
+    sampler: Annotated[str, typer.Option(help="dpm++, ddim, ddpm, em, heun or flow-euler.")] = "dpm++",
     steps: Annotated[int, typer.Option(help="Network evaluations per image.")] = 50,
     seed: Annotated[int, typer.Option(help="Which images: the same seed draws the same.")] = 0,
     ema: Annotated[

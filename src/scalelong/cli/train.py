@@ -14,6 +14,7 @@ from scalelong.cli.plan import opened_data, training_plan, training_text
 
 if TYPE_CHECKING:
     from scalelong.config import RunConfig
+    from scalelong.judging import Judge
 
 EXAMPLES = (
     "Example: [bold]scalelong train cifar10-uvit-xs --data data/mine --scaling cs:0.7 "
@@ -64,11 +65,13 @@ def train(
             plan = training_plan(config, store, out, device)
             print_result(plan, as_json, training_text(plan))
             return
-        judge = None
+        judge: Judge | None = None
         if evaluate_every is not None:
             from scalelong.judging import judge_for
 
-            judge = judge_for(config, store, features_named(features, inception, device), num=evaluate_num)
+            judge = _never  # the first process alone judges
+            if is_first_process():
+                judge = judge_for(config, store, features_named(features, inception, device), num=evaluate_num)
         done = _run(config, store, out, device, logger=logger, judge=judge, judge_every=evaluate_every)
     if is_first_process():
         _write_report(out)
@@ -79,6 +82,10 @@ def train(
         as_json,
         f"{out}: step {step:,} of {config.train.steps:,} is saved.{again} Next: scalelong sample {out}",
     )
+
+
+def _never(model: Any) -> dict[str, float]:
+    raise AssertionError("asked to judge besides the first process")
 
 
 def _run(config: RunConfig, store: Any, out: Path, device: str, **how: Any) -> bool:

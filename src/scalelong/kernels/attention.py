@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scalelong.kernels.support import kernels_run_on
+from scalelong.kernels.support import has_large_shared_memory, kernels_run_on
 
 _MAX_EXTRA = 2
 _MAIN = (64, 128, 256)
@@ -17,7 +17,7 @@ _HEAD_DIMS = (32, 64)
 
 def attention(qkv: Tensor, num_heads: int) -> Tensor:
     """[B, N, 3·D] -> [B, N, D]."""
-    if fits(qkv, num_heads) and kernels_run_on(qkv):
+    if fits(qkv, num_heads) and kernels_run_on(qkv) and has_large_shared_memory():
         out, _ = _attend(qkv, num_heads)
         return out
     q, k, v = qkv.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, H, N, d]

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalelong.kernels.support import kernels_run_on
+from scalelong.kernels.support import is_plain_linear, kernels_run_on
 
 
 def linear_gelu(x: Tensor, layer: nn.Module) -> Tensor:
     """gelu(layer(x)). A plain linear layer's bias is added together with the activation."""
-    if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks or layer.bias is None:
+    if not is_plain_linear(layer):
         return F.gelu(layer(x))
     if not kernels_run_on(x) and not (x.is_cuda and torch.is_autocast_enabled("cuda")):
         return F.gelu(layer(x))
@@ -40,7 +40,7 @@ def _activate(hidden: Tensor, bias: Tensor) -> Tensor:
 
 @_activate.register_fake
 def _(hidden: Tensor, bias: Tensor) -> Tensor:
-    return torch.empty_like(hidden)
+    return hidden.new_empty(hidden.shape)
 
 
 @torch.library.custom_op(
@@ -67,7 +67,7 @@ def _activate_backward(hidden: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tens
 
 @_activate_backward.register_fake
 def _(hidden: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(hidden), torch.empty_like(bias)
+    return hidden.new_empty(hidden.shape), torch.empty_like(bias)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

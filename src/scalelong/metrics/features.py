@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scalelong.metrics.weights import find_inception
+from scalelong.data.files import sha256
+from scalelong.metrics.weights import SHA256, find_inception
 
 
 class Features(Protocol):
@@ -41,6 +42,7 @@ class InceptionFeatures:
     def __init__(self, path: Path | None = None, device: str = "cpu") -> None:
         self.device = device
         file = find_inception(path)
+        self.name = inception_name(file)
         try:
             self.network = torch.jit.load(str(file), map_location=device).eval()
         except RuntimeError as error:  # what torch makes of any other file
@@ -60,6 +62,13 @@ class InceptionFeatures:
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # a metric is measured in full precision
             features: Tensor = self.network(resized * 2 - 1)
         return features.flatten(1).double()
+
+
+def inception_name(file: Path | None) -> str:
+    """The standard network's name; another file has its own, so that their features are never compared."""
+    if file is None or (checksum := sha256(file)) == SHA256:
+        return InceptionFeatures.name
+    return f"features of {file.name} ({checksum[:12]})"
 
 
 def check_kind(kind: str, inception: Path | None) -> None:

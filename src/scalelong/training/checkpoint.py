@@ -5,6 +5,7 @@ Tensors are safetensors, scalars JSON, and a manifest has a checksum of each fil
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import warnings
@@ -18,7 +19,7 @@ from torch import Tensor
 from scalelong.data.files import sha256, sync, sync_folder
 
 MANIFEST, STATE = "manifest.json", "state.json"
-_PREFIX, _PARTIAL = "step-", ".partial-"
+_PREFIX, _PARTIAL, _REPLACED = "step-", ".partial-", ".replaced-"
 
 
 class CheckpointError(ValueError):
@@ -49,7 +50,7 @@ def save(root: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping
     from safetensors.torch import save_file
 
     root.mkdir(parents=True, exist_ok=True)
-    final = root / f"{_PREFIX}{state['step']:09d}"
+    final = folder_of(root, state["step"])
     work = root / f"{_PARTIAL}{final.name}"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -60,16 +61,29 @@ def save(root: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping
         sums = {file.name: sha256(file) for file in sorted(work.iterdir())}
         (work / MANIFEST).write_text(json.dumps(sums, indent=1))
         sync_folder(work)
-        if final.exists():  # the same step again: what is there may be broken
-            shutil.rmtree(final)
-        work.rename(final)
+        before = root / f"{_REPLACED}{final.name}"
+        if final.exists():  # the same step again: what is there may be broken, or the only one
+            shutil.rmtree(before, ignore_errors=True)
+            final.rename(before)
+        try:
+            work.rename(final)
+        except BaseException:
+            if before.exists():
+                before.rename(final)
+            raise
         sync(root)
+        shutil.rmtree(before, ignore_errors=True)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
     for old in _folders(root)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return root / f"{_PREFIX}{step:09d}"
 
 
 def load_latest(root: Path) -> Checkpoint | None:
@@ -95,4 +109,9 @@ def load(folder: Path) -> Checkpoint:
 
 
 def _folders(root: Path) -> list[Path]:
+    for before in root.glob(f"{_REPLACED}*"):  # killed between two renames: what was replaced is still whole
+        final = root / before.name.removeprefix(_REPLACED)
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            if not final.exists():
+                before.rename(final)
     return sorted(f for f in root.glob(f"{_PREFIX}*") if f.is_dir()) if root.is_dir() else []

@@ -31,6 +31,15 @@ class Progress:
     loss: float | None
 
 
+@dataclass(frozen=True)
+class Event:
+    """Something made every `interval` steps and at the end: samples and the like."""
+
+    interval: int
+    make: Callable[[int], None]
+    lacking: Callable[[int], bool]  # whether a run that ended at this step still lacks it
+
+
 class Fit:
     """A run in progress. Its whole state is the step number and tensors: all randomness derives from the step."""
 
@@ -81,18 +90,21 @@ class Fit:
         log: RunLog | NoLog,
         *,
         show: Callable[[Progress], None] = lambda progress: None,
-        events: Sequence[tuple[int, Callable[[int], None]]] = (),
+        events: Sequence[Event] = (),
     ) -> bool:
         """Train to the last step. True when done, False when Ctrl-C or SIGTERM ended it after a save.
 
-        `events` are (interval, what to call with the step), for samples and the like; all come at the end, too.
+        Events come after the checkpoint of their step, so that one that fails costs no training; what a run that
+        ended there still lacks is made up for first.
         """
         self.model.train()
         with _Interruption() as interruption:
+            if self.step:
+                self._make([event for event in events if self._due(event.interval) and event.lacking(self.step)])
             since, started = self.step, time.perf_counter()
             while self.step < self.config.steps:
                 signals = self._update()
-                happens = [call for interval, call in events if self._due(interval)]
+                happens = [event for event in events if self._due(event.interval)]
                 log_now, save_now = self._due(self.config.log_every), self._due(self.config.checkpoint_every)
                 looked = log_now or save_now or happens or signals or self.step % self._look_every == 0
                 if looked:
@@ -102,22 +114,25 @@ class Fit:
                     since, started = self.step, time.perf_counter()
                 elif signals:
                     log.write(self.step, signals=signals)
+                    self.oscillation.update(signals)
                 show(Progress(self.step, self.config.steps, self.stepper.loss.item() if looked else None))
                 paused = time.perf_counter()
-                for call in happens:
-                    if self.world.is_first:
-                        call(self.step)
-                        self.model.train()
-                    self.world.wait()
                 # All stop at the same step, so they ask each other, but only at steps where all look.
                 stopping = bool(looked) and self.world.any(interruption.asked, self.stepper.loader.device)
                 if save_now or stopping:
-                    self._check()
                     self.save()
+                self._make(happens)
                 if stopping:
-                    return False
+                    return self.step == self.config.steps
                 started += time.perf_counter() - paused  # a step's time is the step's alone
         return True
+
+    def _make(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if self.world.is_first:
+                event.make(self.step)
+                self.model.train()
+            self.world.wait()
 
     def _due(self, interval: int) -> bool:
         return self.step % interval == 0 or self.step == self.config.steps
@@ -195,4 +210,6 @@ def _load_optimiser(stepper: Stepper, tensors: dict[str, Tensor]) -> None:
         keys = ("step", "exp_avg", "exp_avg_sq")
         state = {key: tensors[f"{name}/{key}"] for key in keys if f"{name}/{key}" in tensors}
         if state:
-            stepper.optimiser.state[p] = {key: value.to(p.device) for key, value in state.items()}
+            # Moments lie in memory as their parameter does (channels last, say): the fused kernel pairs them so.
+            laid = {key: torch.empty_like(p).copy_(value) for key, value in state.items() if key != "step"}
+            stepper.optimiser.state[p] = {"step": state["step"].to(p.device), **laid}

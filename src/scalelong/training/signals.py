@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from scalelong.skips.apply import scaling_of
 from scalelong.skips.attach import adapter_for
+from scalelong.skips.scalers import FixedScale
 from scalelong.skips.sites import LongSkip
 from scalelong.world import World
 
@@ -47,8 +48,8 @@ class Observer:
                 hook = skip.block.register_forward_pre_hook(self._see_merge(skip), with_kwargs=True)
                 stack.callback(hook.remove)
             for index, scale in enumerate(handle.scales if handle else []):
-                if (number := scale.number()) is not None:
-                    self.means[f"coefficient/{index}"].append(torch.full((), number, device=self._device()))
+                if isinstance(scale, FixedScale):
+                    self.means[f"coefficient/{index}"].append(torch.full((), scale.value, device=self._device()))
                 else:
                     stack.callback(scale.register_forward_hook(self._see_gate(index)).remove)
             yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class Stepper:
         self.size = self.world.part(config.batch_size, config.accumulate)  # images of this process per step
         self.process = process.to(loader.device)
         self.loader = loader
-        self.config = config = resolved_for(config, loader.device.type)
+        self.config = config = resolved_for(config, loader.device.type, self.world.size)
         self.observer = Observer(model)
         self.emas = [EMA(model, rate, warmup=config.ema_warmup) for rate in config.ema_rates]
         self.powers = [PowerEMA(model, width) for width in PROFILES] if config.posthoc_every else []
@@ -57,7 +58,8 @@ class Stepper:
             capturable=device.type == "cuda",
         )
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-        compiled: Callable[..., Any] = _as_it_is if config.execution == "eager" else torch.compile
+        compile_it = partial(torch.compile, dynamic=False)
+        compiled: Callable[..., Any] = _as_it_is if config.execution == "eager" else compile_it
         self.wrapped = self.world.wrap(model)
         self.forward = compiled(self.wrapped)
         self._draw = compiled(self._draw_batch)
@@ -86,6 +88,7 @@ class Stepper:
             if self.bad_loss.item() or self.scaler.get_scale() <= 1:
                 self.check()
             self.scaler.update(self.scaler.get_scale() / 2)
+            self.scaler.load_state_dict({**self.scaler.state_dict(), "_growth_tracker": 0})
             self.bad_step.fill_(_NEVER)
             self._seed_dropout(step)
             self._run(observed)
@@ -130,6 +133,7 @@ class Stepper:
             return
         if observed not in self.graphs:
             self.graphs[observed] = self._capture(observed)
+            self._seed_dropout(int(self.step.item()))  # the trial runs have drawn from it
         self.graphs[observed].replay()
 
     def _capture(self, observed: bool) -> torch.cuda.CUDAGraph:
@@ -153,9 +157,7 @@ class Stepper:
     def _body(self, observed: bool) -> None:
         """The update, in operations on the device alone."""
         self.optimiser.zero_grad(set_to_none=True)
-        # The compiler would have to trace the observer's hooks too: an observed step is not compiled.
-        with self.observer.watching() if observed else contextlib.nullcontext():
-            loss = self.world.mean(self._backward(self.wrapped if observed else self.forward))
+        loss = self.world.mean(self._backward(observed))
         self.scaler.unscale_(self.optimiser)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         if observed:
@@ -182,12 +184,16 @@ class Stepper:
         self.bad_step.copy_(torch.where(first, self.step, self.bad_step))
         return (self.bad_step == _NEVER).float()
 
-    def _backward(self, forward: Any) -> Tensor:
+    def _backward(self, observed: bool) -> Tensor:
+        # The compiler would have to trace the observer's hooks too: an observed step is not compiled.
+        forward = self.wrapped if observed else self.forward
         total = torch.zeros((), device=self.loader.device)
         for piece in range(self.config.accumulate):
             last = piece == self.config.accumulate - 1
             with contextlib.nullcontext() if last else self._unsynchronised():
-                loss = self._loss(piece, forward) / self.config.accumulate
+                # Only the forward pass is watched: checkpointed activations pass it again on the way back.
+                with self.observer.watching() if observed else contextlib.nullcontext():
+                    loss = self._loss(piece, forward) / self.config.accumulate
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         return total
