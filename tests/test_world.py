@@ -144,6 +144,41 @@ experiment.train(config, open_store({str(data)!r}), Path({str(tmp_path / "run")!
     assert time.monotonic() - start < 120  # most of it is importing
 
 
+@pytest.mark.slow
+def test_a_nan_of_one_process_stops_all_and_is_named_there(data, tmp_path):
+    code = f"""
+import os
+from pathlib import Path
+from scalelong import experiment
+from scalelong.config import with_overrides
+from scalelong.data.store import open_store
+from scalelong.presets import run_preset
+from scalelong.training.step import Stepper
+from tests.test_world import SETTINGS
+plain = Stepper._loss
+def poisoned(self, piece, forward):
+    block = self.model.in_blocks[1].mlp.fc2
+    if self.step == 2 and os.environ["RANK"] == "1" and not block._forward_hooks:
+        block.register_forward_hook(lambda m, a, out: out * float("inf"))
+    return plain(self, piece, forward)
+Stepper._loss = poisoned
+config = with_overrides(run_preset("digits"), [*SETTINGS, "train.steps=9"])
+try:
+    experiment.train(config, open_store({str(data)!r}), Path({str(tmp_path / "run")!r}), device="cpu")
+except FloatingPointError as error:
+    print(os.environ["RANK"], error, flush=True)
+"""
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240, env=environment)
+    said = dict(line.split(" ", 1) for line in run.stdout.splitlines() if line[:2] in ("0 ", "1 "))
+    assert "step 2: the loss is not finite; it came from process 1" in said["0"]
+    assert "in_blocks.1.mlp.fc2" in said["1"]
+    assert tensors_of(tmp_path / "run")[0] == 2
+
+
 def test_a_batch_that_cannot_be_shared_is_refused():
     assert World(1, 3).part(24, 2) == 8
     with pytest.raises(ValueError, match=r"3 × 2; got 32"):

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+NOT_AGAIN = "it did not happen again when repeated"
+
 
 class NonFiniteError(FloatingPointError):
     """Training met a NaN or an infinity. Nothing was updated with it."""
@@ -62,7 +64,7 @@ def find_culprit(model: nn.Module, loss: Callable[[], Tensor]) -> str:
     model.zero_grad()
     if backward:
         return f"the first module with a non-finite gradient is {backward[0]}"
-    return f"the first non-finite gradient is that of {bad[-1]}" if bad else "it did not happen again when repeated"
+    return f"the first non-finite gradient is that of {bad[-1]}" if bad else NOT_AGAIN
 
 
 def _finite(value: Any) -> bool:

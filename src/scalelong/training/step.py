@@ -22,7 +22,7 @@ from scalelong.data.random import Stream
 from scalelong.diffusion.process import Example, Process
 from scalelong.skips.apply import scaling_of
 from scalelong.training.ema import EMA, move_averages
-from scalelong.training.guard import NonFiniteError, find_culprit
+from scalelong.training.guard import NOT_AGAIN, NonFiniteError, find_culprit
 from scalelong.training.posthoc import PROFILES, PowerEMA
 from scalelong.training.signals import Observer, Signals
 from scalelong.world import World
@@ -107,7 +107,12 @@ class Stepper:
 
         what = "loss" if self.bad_loss.item() else "gradient"
         with self._unsynchronised():
-            raise NonFiniteError(step, what, find_culprit(self.model, again))
+            culprit = find_culprit(self.model, again)
+        found = torch.tensor([culprit != NOT_AGAIN], dtype=torch.int64, device=self.loader.device)
+        ranks = [rank for rank, there in enumerate(self.world.gather(found)) if there]
+        if culprit == NOT_AGAIN and ranks:  # another process had the images that did it
+            culprit = f"it came from process {ranks[0]}, which names the module"
+        raise NonFiniteError(step, what, culprit)
 
     def signals(self) -> Signals:
         """What the last observed update showed."""
