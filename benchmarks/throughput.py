@@ -27,7 +27,6 @@ from benchmarks.measure import RESULTS, Contender, race, table, write
 from scalelong import experiment
 from scalelong.backbones.flops import training_flops_per_image
 from scalelong.config import DataConfig, ModelConfig, RunConfig, TrainConfig, with_overrides
-from scalelong.data.loader import Loader
 from scalelong.data.prepare import prepare
 from scalelong.data.sources import Item, Source
 from scalelong.data.store import Store
@@ -112,8 +111,7 @@ def stepper_for(config: RunConfig, store: Store) -> Stepper:
     torch._dynamo.config.recompile_limit = 64  # contenders share the model's code, each compiled for its own
     device = experiment.default_device()
     model = experiment.build_model(config, device).train()
-    dropout = config.data.label_dropout if config.data.condition == "class" else None
-    loader = Loader(store, seed=0, device=device, flip=config.data.flip, label_dropout=dropout)
+    loader = experiment.loader_for(config, store, device)
     return Stepper(model, experiment.process_of(config), loader, config.train)
 
 

@@ -82,12 +82,8 @@ def _train(
     if world.is_first:
         check_folder(config, out)
     model = build_model(config, device)
-    process = process_of(config)
-    label_dropout = config.data.label_dropout if config.data.condition == "class" else None
-    loader = Loader(
-        store, seed=config.train.seed, device=device, flip=config.data.flip, label_dropout=label_dropout
-    )
-    fit = Fit(config, Stepper(model, process, loader, config.train, world), out)
+    loader = loader_for(config, store, device)
+    fit = Fit(config, Stepper(model, process_of(config), loader, config.train, world), out)
     if world.is_first:
         _open_run(config, out)  # last: settings that cannot be leave no folder behind
     world.wait()
@@ -95,6 +91,21 @@ def _train(
     if len({int(step) for step in world.gather(torch.tensor([resumed_at], device=device))}) > 1:
         raise ValueError(f"the processes found different checkpoints in {out}; all must see the same folder.")
     log = RunLog(out, resumed_at, logger, to_dict(config)) if world.is_first else NoLog()
+
+    events = _events(config, fit, log, judge, judge_every)
+    with log:
+        return fit.run(log, show=show, events=events)
+
+
+def _events(
+    config: RunConfig,
+    fit: Fit,
+    log: RunLog | NoLog,
+    judge: Callable[[nn.Module], dict[str, float]] | None,
+    judge_every: int | None,
+) -> list[Event]:
+    """What is made as a run trains: pictures, what post-hoc averages are made of, figures of quality."""
+    out, model = fit.folder, fit.model
 
     def settled() -> EMA:
         rate = default_rate(list(config.train.ema_rates), fit.step)
@@ -107,6 +118,13 @@ def _train(
         with settled().applied_to(model):
             write_grid(draw(config, model, 16, seed=0), grid_of(step))
 
+    def keep_snapshot(step: int) -> None:
+        tensors = {power.name: power.weights for power in fit.stepper.powers}
+        checkpoint.save(out / SNAPSHOTS, tensors, {"step": step}, keep=1_000_000)
+
+    def no_snapshot(step: int) -> bool:
+        return not checkpoint.folder_of(out / SNAPSHOTS, step).is_dir()
+
     def write_quality(step: int) -> None:
         found: dict[str, float] = {"ema": settled().rate}
         for ema in fit.emas:
@@ -116,21 +134,21 @@ def _train(
             found |= figures if ema is settled() else {}
         log.write(step, quality=found)
 
-    def keep_snapshot(step: int) -> None:
-        tensors = {power.name: power.weights for power in fit.stepper.powers}
-        checkpoint.save(out / SNAPSHOTS, tensors, {"step": step}, keep=1_000_000)
-
     def no_quality(step: int) -> bool:
         return not any("quality" in row for row in read_metrics(out) if row["step"] == step)
 
     events = [Event(config.train.sample_every, save_grid, lambda step: not grid_of(step).is_file())]
     if config.train.posthoc_every:
-        missing = lambda step: not checkpoint.folder_of(out / SNAPSHOTS, step).is_dir()  # noqa: E731
-        events.append(Event(config.train.posthoc_every, keep_snapshot, missing))
+        events.append(Event(config.train.posthoc_every, keep_snapshot, no_snapshot))
     if judge is not None:
         events.append(Event(judge_every or config.train.sample_every, write_quality, no_quality))
-    with log:
-        return fit.run(log, show=show, events=events)
+    return events
+
+
+def loader_for(config: RunConfig, store: Store, device: str) -> Loader:
+    """The run's stream of images, with labels where it is conditional."""
+    label_dropout = config.data.label_dropout if config.data.condition == "class" else None
+    return Loader(store, seed=config.train.seed, device=device, flip=config.data.flip, label_dropout=label_dropout)
 
 
 def fitted_to(config: RunConfig, store: Store) -> RunConfig:

@@ -27,9 +27,10 @@ def judge_for(config: RunConfig, store: Store, features: Features, *, num: int, 
     networks: dict[nn.Module, nn.Module] = {}  # built once: averages are swapped into the same model
 
     def judge(model: nn.Module) -> dict[str, float]:
-        network = networks.setdefault(model, experiment.for_sampling(model, num * steps))
+        if model not in networks:
+            networks[model] = experiment.for_sampling(model, num * steps)
         drawn = (
-            experiment.draw(config, network, count, first=first, seed=SEED, steps=steps)
+            experiment.draw(config, networks[model], count, first=first, seed=SEED, steps=steps)
             for first, count in batches(num, 500)
         )
         found = quality_of(drawn, reference, features, "")

@@ -346,3 +346,16 @@ def test_checkpointed_activations_are_seen_once(store):
         step.update(0, observed=True)
         signals.append(step.signals())
     assert signals[0]["skip norm/0"] == pytest.approx(signals[1]["skip norm/0"], rel=1e-5)
+
+
+def test_who_stops_a_run_does_not_wait_for_samples_and_gets_them_later(store, tmp_path):
+    def stop(progress):
+        if progress.step == 4:
+            signal.raise_signal(signal.SIGTERM)
+
+    settings = config("train.steps=6", "train.sample_every=4")
+    assert not experiment.train(settings, store, tmp_path / "run", show=stop)
+    samples = tmp_path / "run" / "samples"
+    assert not samples.exists()
+    assert experiment.train(settings, store, tmp_path / "run")
+    assert sorted(file.name for file in samples.iterdir()) == ["step-000000004.png", "step-000000006.png"]

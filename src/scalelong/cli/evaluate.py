@@ -47,9 +47,12 @@ def evaluate(
     from scalelong import experiment
     from scalelong.metrics.evaluate import quality_of, reference_of, statistics_folder
     from scalelong.metrics.features import check_kind, features_named
-    from scalelong.world import joined, local_device
+    from scalelong.world import joined, local_device, rank_and_size
 
     check_kind(features, inception)
+    processes = rank_and_size()[1]
+    if num < 4 * processes:
+        raise ValueError(f"--num is at least 4 for each of the {processes} processes, got {num}.")
     device = local_device(experiment.usable_device(device))
     loaded = experiment.load_run(run, ema_rate=ema, posthoc_width=posthoc_ema, device=device)
     how: dict[str, Any] = {"guidance": guidance, "sampler": sampler, "steps": steps}
@@ -70,8 +73,6 @@ def evaluate(
                 reference_of(store, network, statistics_folder())
             world.wait()
             reference = reference_of(store, network, statistics_folder())
-            if num < 4 * world.size:
-                raise ValueError(f"--num is at least 4 for each of the {world.size} processes, got {num}.")
             drawer = experiment.for_sampling(loaded.model, num * steps)
             samples = _drawn(loaded.config, drawer, world.share(num), batch, seed=seed, **how)
             quality = quality_of(samples, reference, network, settings, world)

@@ -116,4 +116,4 @@ def _part(part_from: Callable[..., Tensor], predict: Predict, process: Process, 
 
 
 def _at(timestep: float, x: Tensor) -> Tensor:
-    return torch.tensor(timestep, device=x.device)
+    return torch.full((), timestep, device=x.device)  # filled there: a copy from the host would wait

@@ -100,7 +100,7 @@ class Fit:
         self.model.train()
         with _Interruption() as interruption:
             if self.step:
-                self._make([event for event in events if self._due(event.interval) and event.lacking(self.step)])
+                self._make([event for event in events if self._due(event.interval)], only_lacking=True)
             since, started = self.step, time.perf_counter()
             while self.step < self.config.steps:
                 signals = self._update()
@@ -121,15 +121,17 @@ class Fit:
                 stopping = bool(looked) and self.world.any(interruption.asked, self.stepper.loader.device)
                 if save_now or stopping:
                     self.save()
+                done = self.step == self.config.steps
+                if stopping and not done:  # who asked to stop does not wait for samples: the next start makes them
+                    return False
                 self._make(happens)
-                if stopping:
-                    return self.step == self.config.steps
                 started += time.perf_counter() - paused  # a step's time is the step's alone
         return True
 
-    def _make(self, events: Sequence[Event]) -> None:
+    def _make(self, events: Sequence[Event], only_lacking: bool = False) -> None:
+        """The first process makes them, and alone looks what is lacking: it changes that as the others look."""
         for event in events:
-            if self.world.is_first:
+            if self.world.is_first and (not only_lacking or event.lacking(self.step)):
                 event.make(self.step)
                 self.model.train()
             self.world.wait()
