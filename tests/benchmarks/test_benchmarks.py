@@ -7,7 +7,8 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from benchmarks import measure, readme, sampling, scaling, signals, throughput
+from benchmarks import fid, measure, readme, sampling, scaling, signals, throughput
+from scalelong import experiment
 
 TINY = ["--set", "model.changes.hidden_size=16", "--set", "model.changes.num_layers=2"]
 
@@ -83,6 +84,14 @@ def test_sampling_and_signals(tmp_path):
     out = run(signals, "digits", *TINY, "--rounds", "1", "--steps", "1", "--out", str(tmp_path / "b"))
     assert "of the time" in out
     assert [row.name for row in rows_in(tmp_path / "b")] == ["plain step", "observed step"]
+
+
+def test_fid_between_datasets(tmp_path):
+    digits = str(experiment.open_data(None).folder)
+    run(fid, digits, digits, "--features", "pixels", "--out", str(tmp_path / "fid.json"))
+    found = json.loads((tmp_path / "fid.json").read_text())
+    assert found["fid"] == pytest.approx(0, abs=1e-6)
+    assert found["precision"] == found["recall"] == 1
 
 
 def test_the_readme_shows_the_newest_results():

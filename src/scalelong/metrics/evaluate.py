@@ -55,7 +55,7 @@ def reference_of(store: Store, features: Features, cache: Path | None = None, ba
     file = cache and reference_file(store, features.name, cache)
     if file is not None and file.is_file():
         return _read(file)
-    parts = (_images(store, start, batch) for start in range(0, len(store), batch))
+    parts = (images_of(store, start, batch) for start in range(0, len(store), batch))
     reference = _collect(features(images) for images in parts)
     if file is not None:
         _write(file, reference)
@@ -126,7 +126,8 @@ def _collect(batches: Iterable[Tensor]) -> Reference:
     return Reference(moments, torch.cat(kept))
 
 
-def _images(store: Store, start: int, size: int) -> Tensor:
+def images_of(store: Store, start: int, size: int) -> Tensor:
+    """Some of a dataset's images as samples come: [size, C, H, W] in [-1, 1]."""
     pixels = torch.from_numpy(np.array(store.images[start : start + size]))
     return pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
 
