@@ -26,6 +26,7 @@ ALLOWED = {
     "backbones": {"backbones", "kernels", "skips", "presets", "saving"},
     "report": {"report", "config", "data", "training"},
     "comparison": {"config", "data"},
+    "caption_check": {"config", "data", "diffusion", "experiment"},
     "judging": {"config", "data", "experiment", "metrics"},
     "experiment": {"backbones", "config", "data", "diffusion", "presets", "training", "world"},
     "world": set(),

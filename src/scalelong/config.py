@@ -38,15 +38,25 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is done to the images. `condition` is "none" or "class"."""
+    """What is done to the images. `condition` is "none", "class" or "text"; `label_dropout` is for both."""
 
     condition: str = "none"
     label_dropout: float = 0.1
     flip: bool = True
 
     def __post_init__(self) -> None:
-        _require(self.condition in ("none", "class"), "data.condition is none or class", self.condition)
+        known = ("none", "class", "text")
+        _require(self.condition in known, "data.condition is none, class or text", self.condition)
         _require(0 <= self.label_dropout < 1, "data.label_dropout lies in [0, 1)", self.label_dropout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How images are drawn where nothing else is said: in previews, by `sample` and by `evaluate`."""
+
+    sampler: str = "dpm++"
+    steps: int = 50
+    guidance: float = 1.0
 
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
@@ -137,6 +147,7 @@ class RunConfig:
     target: str = "auto"
     weighting: str = "plain"
     train: TrainConfig
+    sampling: SamplingConfig = SamplingConfig()
 
 
 def to_dict(config: Any) -> dict[str, Any]:

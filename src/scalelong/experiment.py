@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from scalelong.backbones.build import build
 from scalelong.config import RunConfig, from_dict, resolved_for, to_dict
+from scalelong.data.contexts import Context, KeptText, check_same_encoder, kept_text, text_of
 from scalelong.data.files import write_whole
 from scalelong.data.loader import Loader
 from scalelong.data.prepare import prepare
@@ -38,7 +39,7 @@ from scalelong.training.step import Stepper
 from scalelong.training.trackers import check_logger
 from scalelong.world import World, joined, local_device
 
-CONFIG, ENVIRONMENT, SAMPLES = "config.json", "environment.json", "samples"
+CONFIG, ENVIRONMENT, SAMPLES, TEXT = "config.json", "environment.json", "samples", "text.safetensors"
 # May differ between a run and its resumption: they change how long and how often, not what is computed.
 _MAY_CHANGE = ("steps", "log_every", "sample_every", "checkpoint_every", "keep_checkpoints", "execution")
 
@@ -79,20 +80,22 @@ def _train(
 ) -> bool:
     config = fitted_to(config, store)
     config = replace(config, train=resolved_for(config.train, device, world.size))
+    check_drawing(config)
+    text = kept_text(store) if config.data.condition == "text" else None
     if world.is_first:
-        check_folder(config, out)
+        check_folder(config, out, text)
     model = build_model(config, device)
     loader = loader_for(config, store, device)
     fit = Fit(config, Stepper(model, process_of(config), loader, config.train, world), out)
     if world.is_first:
-        _open_run(config, out)  # last: settings that cannot be leave no folder behind
+        _open_run(config, out, text)  # last: settings that cannot be leave no folder behind
     world.wait()
     resumed_at = fit.resume()
     if len({int(step) for step in world.gather(torch.tensor([resumed_at], device=device))}) > 1:
         raise ValueError(f"the processes found different checkpoints in {out}; all must see the same folder.")
     log = RunLog(out, resumed_at, logger, to_dict(config)) if world.is_first else NoLog()
 
-    events = _events(config, fit, log, judge, judge_every)
+    events = _events(config, fit, log, judge, judge_every, text.context if text else None)
     with log:
         return fit.run(log, show=show, events=events)
 
@@ -103,6 +106,7 @@ def _events(
     log: RunLog | NoLog,
     judge: Callable[[nn.Module], dict[str, float]] | None,
     judge_every: int | None,
+    context: Context | None,
 ) -> list[Event]:
     """What is made as a run trains: pictures, what post-hoc averages are made of, figures of quality."""
     out, model = fit.folder, fit.model
@@ -116,7 +120,7 @@ def _events(
 
     def save_grid(step: int) -> None:
         with settled().applied_to(model):
-            write_grid(draw(config, model, 16, seed=0), grid_of(step))
+            write_grid(draw(config, model, 16, seed=0, context=context), grid_of(step))
 
     def keep_snapshot(step: int) -> None:
         tensors = {power.name: power.weights for power in fit.stepper.powers}
@@ -146,13 +150,20 @@ def _events(
 
 
 def loader_for(config: RunConfig, store: Store, device: str) -> Loader:
-    """The run's stream of images, with labels where it is conditional."""
-    label_dropout = config.data.label_dropout if config.data.condition == "class" else None
-    return Loader(store, seed=config.train.seed, device=device, flip=config.data.flip, label_dropout=label_dropout)
+    """The run's stream of images, with labels or contexts where it is conditional."""
+    condition, dropout = config.data.condition, config.data.label_dropout
+    return Loader(
+        store,
+        seed=config.train.seed,
+        device=device,
+        flip=config.data.flip,
+        label_dropout=dropout if condition == "class" else None,
+        text_dropout=dropout if condition == "text" else None,
+    )
 
 
 def fitted_to(config: RunConfig, store: Store) -> RunConfig:
-    """The config with what the data decides: image size, channels, and the number of classes."""
+    """The config with what the data decides: image size, channels, number of classes, shape of contexts."""
     process_of(config)  # its parts fit each other, or a sentence
     manifest = store.manifest
     size: Any = manifest.height if manifest.height == manifest.width else [manifest.height, manifest.width]
@@ -163,7 +174,28 @@ def fitted_to(config: RunConfig, store: Store) -> RunConfig:
         if not store.num_classes:
             raise ValueError(f"data.condition=class needs labels, and {store.folder} has none.")
         changes["num_class_embeds"] = store.num_classes + (config.data.label_dropout > 0)  # the last one is null
+    changes |= _text_changes(config, store)
     return replace(config, model=replace(config.model, changes=changes))
+
+
+def _text_changes(config: RunConfig, store: Store) -> dict[str, Any]:
+    """The width and number of the text tokens that the network is built for; none where it reads no text."""
+    preset, asked = model_preset(config.model.preset), config.model.changes
+    if config.data.condition != "text":
+        if preset.backbone == "text-unet":
+            raise ValueError(f"{config.model.preset} reads text; data.condition is text for it.")
+        return {"cross_attention_dim": None} if "cross_attention_dim" in preset.config else {}
+    if preset.backbone == "unet":
+        raise ValueError(f"{config.model.preset} has no place for text; take coco-unet or a U-ViT.")
+    info = text_of(store).info
+    found = {"cross_attention_dim": info.width} | ({"text_len": info.length} if preset.backbone == "uvit" else {})
+    for name, value in found.items():
+        if asked.get(name, value) != value:
+            raise ValueError(
+                f"model.changes.{name} is {asked[name]}, and the contexts in {store.folder} are {info.length} "
+                f"tokens of width {info.width} from {info.encoder}; leave the setting out."
+            )
+    return found
 
 
 def process_of(config: RunConfig) -> Process:
@@ -186,7 +218,7 @@ def build_model(config: RunConfig, device: str = "cpu") -> nn.Module:
             raise ValueError(f"model.changes does not suit {config.model.preset} ({error}).") from error
     if config.train.checkpoint_activations:
         model.enable_gradient_checkpointing()  # type: ignore[operator]
-    if device.startswith("cuda") and model_preset(config.model.preset).backbone == "unet":
+    if device.startswith("cuda") and model_preset(config.model.preset).backbone != "uvit":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # convolutions' own order
     return model.to(device)
 
@@ -199,6 +231,7 @@ class LoadedRun:
     model: nn.Module
     step: int
     ema_rate: float | str  # or "post-hoc WIDTH"
+    text: KeptText | None = None  # the captions that a text run keeps, and where its encoder is
 
     @property
     def num_classes(self) -> int | None:
@@ -249,7 +282,21 @@ def load_run(
             f"{folder / CONFIG} and the checkpoint {found.folder} do not belong together ({reason}); put back the "
             "config that the run was trained with."
         ) from error
-    return LoadedRun(config, model.eval(), step, rate)
+    text = KeptText.read(folder / TEXT) if config.data.condition == "text" else None
+    return LoadedRun(config, model.eval(), step, rate, text)
+
+
+def encode_prompts(text: KeptText, prompts: Sequence[str], *, encoder: str | None = None) -> Context:
+    """Prompts as a run's network reads them, by the run's own text encoder; `encoder` tells where it is now."""
+    from scalelong.data.text import TextEncoder
+
+    revision = text.info.revision if encoder is None else None
+    found = TextEncoder(
+        encoder or text.info.encoder, length=text.info.length, revision=revision, device=default_device()
+    )
+    tokens = found(["", *prompts]).cpu()
+    check_same_encoder(tokens[0], text.info, text.context.null, found.name)
+    return Context(tokens[1:], text.context.null)
 
 
 def draw(
@@ -260,13 +307,17 @@ def draw(
     seed: int = 0,
     first: int = 0,
     labels: Tensor | None = None,
+    context: Context | None = None,
     **how: Any,
 ) -> Tensor:
     """Samples `first` … `first + count - 1` of a seed: [count, C, H, W] in [-1, 1].
 
-    A class-conditional model without labels draws each class in turn.
+    A class-conditional model without labels draws each class in turn. A text model needs a context, whose texts it
+    draws in turn: of prompts (`encode_prompts`), of the captions that a run keeps (`LoadedRun.text.context`) or
+    of a store's (`Store.text.context()`). Sampler, steps and guidance are the run's own, unless others are given.
     """
-    check_drawing(config, **{key: how[key] for key in ("sampler", "steps", "guidance") if key in how})
+    how = {**asdict(config.sampling), **how}
+    check_drawing(config, **{key: how[key] for key in asdict(config.sampling)})
     model.eval()
     device = next(model.parameters()).device
     channels, size = config.model.changes["in_channels"], config.model.changes["sample_size"]
@@ -274,17 +325,33 @@ def draw(
     indices = torch.arange(first, first + count, device=device)
     if config.data.condition == "class":
         labels = indices % num_classes(config) if labels is None else labels.to(device)  # type: ignore[operator]
+    if config.data.condition == "text":
+        how |= {"context": _context_for(config, context, indices), "null_context": context.null.to(device)}  # type: ignore[union-attr]
     shape = (channels, height, width)
     return sample(model, process_of(config), indices, shape, seed=seed, labels=labels, **how)
 
 
-def check_drawing(config: RunConfig, *, sampler: str = "dpm++", steps: int = 50, guidance: float = 1.0) -> None:
-    """Refuse what a run cannot be asked for, before any long work."""
-    check_request(process_of(config), sampler, steps, guidance, config.data.condition == "class")
+def _context_for(config: RunConfig, context: Context | None, indices: Tensor) -> Tensor:
+    if context is None:
+        raise ValueError("a text model draws what it is told; give context=, such as LoadedRun.text.context.")
+    wanted, found = config.model.changes["cross_attention_dim"], context.tokens.shape[2]
+    if wanted != found:
+        raise ValueError(f"this model reads text tokens of width {wanted}, got {found}; use its own encoder.")
+    return context.of(indices)
+
+
+def check_drawing(
+    config: RunConfig, *, sampler: str | None = None, steps: int | None = None, guidance: float | None = None
+) -> None:
+    """Refuse what a run cannot be asked for, before any long work. What is not given is the run's own."""
+    own = config.sampling
+    sampler, steps = sampler or own.sampler, own.steps if steps is None else steps
+    guidance = own.guidance if guidance is None else guidance
+    check_request(process_of(config), sampler, steps, guidance, config.data.condition != "none")
     if guidance != 1 and config.data.label_dropout == 0:
         raise ValueError(
-            f"guidance needs a run that also learned to draw without a class, and this one was trained with "
-            f"data.label_dropout=0; guidance is 1 for it, got {guidance}."
+            f"guidance needs a run that also learned to draw without a class or text, and this one was trained "
+            f"with data.label_dropout=0; guidance is 1 for it, got {guidance}."
         )
 
 
@@ -384,24 +451,31 @@ def last_step(folder: Path) -> int:
     return found.step if found else 0
 
 
-def _open_run(config: RunConfig, out: Path) -> None:
+def _open_run(config: RunConfig, out: Path, text: KeptText | None) -> None:
     """Make the run's folder, or go on with the one that is there."""
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / ENVIRONMENT, json.dumps(environment(), indent=2))
+    if text is not None and not (out / TEXT).is_file():
+        text.write(out / TEXT)
     write_whole(out / CONFIG, json.dumps(to_dict(config), indent=2, ensure_ascii=False))
 
 
-def check_folder(config: RunConfig, out: Path) -> None:
+def check_folder(config: RunConfig, out: Path, text: KeptText | None = None) -> None:
     """Refuse a folder that holds another run, or something else; writes nothing."""
     if (out / CONFIG).is_file():
         before, now = to_dict(read_config(out)), to_dict(config)
         for key in _MAY_CHANGE:
             before["train"].pop(key), now["train"].pop(key)
+        for settings in (before, now):
+            settings.pop("sampling")
         if before != now:
             raise ValueError(
                 f"{out} holds another run: {', '.join(_differences(before, now))}. Choose another --out, or give "
                 "the same settings to go on with it."
             )
+        if text is not None and (out / TEXT).is_file():
+            kept = KeptText.read(out / TEXT)
+            check_same_encoder(text.context.null, kept.info, kept.context.null, "the data")
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty and holds no run; choose another --out.")
 

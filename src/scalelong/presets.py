@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from scalelong.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from scalelong.config import DataConfig, ModelConfig, RunConfig, SamplingConfig, TrainConfig
 
-Backbone = Literal["uvit", "unet"]
+Backbone = Literal["uvit", "unet", "text-unet"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,24 @@ MODEL_PRESETS: dict[str, ModelPreset] = {
     ),
     "coco-uvit-s": _uvit("U-ViT-S/2 for COCO 256 latents, by text", 32, 2, 512, 12, 8, **_COCO_LATENT),
     "coco-uvit-s-deep": _uvit("U-ViT-S/2 of depth 16 for COCO latents, by text", 32, 2, 512, 16, 8, **_COCO_LATENT),
+    "coco64-uvit-s": _uvit(
+        "U-ViT-S/4 for COCO 64×64, by text; our size", 64, 4, 512, 12, 8, cross_attention_dim=384, text_len=32
+    ),
+    "coco-unet": ModelPreset(
+        backbone="text-unet",
+        about="our reading of the UNet for COCO 256 latents, by text: of a size between the two U-ViTs",
+        config={
+            "sample_size": 32,
+            "in_channels": 4,
+            "out_channels": 4,
+            "layers_per_block": 2,
+            "block_out_channels": (128, 256, 384),
+            "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+            "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+            "attention_head_dim": 8,  # heads: diffusers keeps the misnomer for the sake of old checkpoints
+            "cross_attention_dim": 768,
+        },
+    ),
     "cifar10-unet": ModelPreset(
         backbone="unet",
         about="the DDPM UNet for CIFAR-10, attention at 16×16",
@@ -124,6 +142,12 @@ _UNET_CIFAR10 = TrainConfig(
 _UVIT_CELEBA = replace(_UVIT_CIFAR10, betas=(0.99, 0.99), warmup_steps=5000)
 _UVIT_IMAGENET64 = replace(_UVIT_CELEBA, steps=300_000, batch_size=1024, lr=3e-4)
 _BY_CLASS = DataConfig(condition="class", label_dropout=0.0)  # as published: no null class
+_BY_TEXT = DataConfig(condition="text", label_dropout=0.1)
+_UVIT_COCO = TrainConfig(steps=1_000_000, batch_size=256, lr=2e-4, betas=(0.9, 0.9), warmup_steps=5000)
+# Ours, for 10,000 pairs: the widths of CelebA 64 at the batch of COCO, and as long as validation losses fall.
+_UVIT_COCO64 = replace(
+    _UVIT_CELEBA, steps=25_000, batch_size=256, warmup_steps=1000, sample_every=2500, checkpoint_every=2500
+)
 _DIGITS = TrainConfig(
     steps=2000,
     batch_size=64,
@@ -150,6 +174,29 @@ RUN_PRESETS: dict[str, RunConfig] = {
         name: RunConfig(model=ModelConfig(preset=name, changes=_CONTINUOUS), data=_BY_CLASS, train=_UVIT_IMAGENET64)
         for name in ("imagenet64-uvit-m", "imagenet64-uvit-l")
     },
+    "coco64-uvit-s": RunConfig(
+        model=ModelConfig(preset="coco64-uvit-s", changes=_CONTINUOUS),
+        data=_BY_TEXT,
+        sampling=SamplingConfig(guidance=2.0),
+        train=_UVIT_COCO64,
+    ),
+    **{
+        name: RunConfig(
+            model=ModelConfig(preset=name),
+            data=_BY_TEXT,
+            process="sd",
+            sampling=SamplingConfig(guidance=2.0),
+            train=_UVIT_COCO,
+        )
+        for name in ("coco-uvit-s", "coco-uvit-s-deep")
+    },
+    "coco-unet": RunConfig(  # our reading: U-ViT's recipe, with the clipping and decay of the other UNets
+        model=ModelConfig(preset="coco-unet"),
+        data=_BY_TEXT,
+        process="sd",
+        sampling=SamplingConfig(guidance=2.0),
+        train=replace(_UVIT_COCO, weight_decay=0.0, clip_norm=1.0),
+    ),
     "cifar10-unet": RunConfig(model=ModelConfig(preset="cifar10-unet"), process="ddpm", train=_UNET_CIFAR10),
     "imagenet64-unet": RunConfig(  # our reading: its recipe was not published, so U-ViT's length, batch and rate
         model=ModelConfig(preset="imagenet64-unet"),

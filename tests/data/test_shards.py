@@ -126,7 +126,7 @@ def test_the_stream_has_every_image_once_per_epoch_and_depends_on_nothing_else(t
     ):
         for loader in (one, Loader(shards, **how)):
             part = loader.batch(start, size)
-            for field in ("images", "labels", "indices"):
+            for field in ("images", "condition", "indices"):
                 assert torch.equal(getattr(part, field), getattr(whole, field)[start : start + size])
 
 

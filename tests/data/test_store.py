@@ -222,7 +222,7 @@ def test_batches_are_slices_of_one_stream(store, resident):
     whole = Loader(store, **how).batch(0, 120)  # more than two epochs
     for start, size in ((0, 7), (45, 20), (101, 19)):
         part = Loader(store, **how).batch(start, size)
-        for field in ("images", "labels", "indices"):
+        for field in ("images", "condition", "indices"):
             assert torch.equal(getattr(part, field), getattr(whole, field)[start : start + size])
     assert not torch.equal(Loader(store, **how | {"seed": 4}).batch(0, 120).images, whole.images)
 
@@ -241,9 +241,9 @@ def test_pixels_are_scaled_and_half_of_them_flipped(store):
 def test_labels_follow_their_images_and_drop_to_the_null_class(store):
     loader = Loader(store, seed=0, label_dropout=0.0)
     batch = loader.batch(0, 50)
-    assert batch.labels.tolist() == [int(r) % 2 for r in loader._rows(0, 50)]
-    assert Loader(store, seed=0).batch(0, 5).labels is None
-    dropped = Loader(store, seed=0, label_dropout=0.25).batch(0, 4000).labels
+    assert batch.condition.tolist() == [int(r) % 2 for r in loader._rows(0, 50)]
+    assert Loader(store, seed=0).batch(0, 5).condition is None
+    dropped = Loader(store, seed=0, label_dropout=0.25).batch(0, 4000).condition
     assert 0.2 < (dropped == 2).float().mean() < 0.3
 
 

@@ -32,10 +32,14 @@ def build(
         from scalelong.backbones.uvit import UViT
 
         model = UViT(**config)
-    else:
+    elif chosen.backbone == "unet":
         from diffusers import UNet2DModel
 
         model = UNet2DModel(**config)
+    else:
+        from diffusers import UNet2DConditionModel
+
+        model = UNet2DConditionModel(**config)
     if str(scaling) != "none":
         apply(model, scaling, placement=placement)
     return model

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from scalelong.config import RunConfig
 
 
 def is_first_process() -> bool:
@@ -49,6 +53,11 @@ def tracked(items: Iterable[Any], total: int, description: str) -> Iterator[Any]
         for item in items:
             yield item
             bar.advance(task)
+
+
+def sampling_of(config: RunConfig, **given: Any) -> dict[str, Any]:
+    """Sampler, steps and guidance: what was given, and the run's own for the rest."""
+    return {**asdict(config.sampling), **{key: value for key, value in given.items() if value is not None}}
 
 
 def check_output_file(out: Path, such_as: str) -> None:

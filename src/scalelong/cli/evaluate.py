@@ -8,16 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import print_result, tracked
+from scalelong.cli.common import print_result, sampling_of, tracked
 from scalelong.cli.plan import evaluation_plan, evaluation_text, opened_data
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from scalelong.config import RunConfig
+    from scalelong.data.contexts import Context
     from scalelong.data.store import Store
+    from scalelong.experiment import LoadedRun
 
-EXAMPLES = "Example: [bold]scalelong evaluate runs/mine --data data/mine --num 50000[/]"
+EXAMPLES = (
+    "Examples: [bold]scalelong evaluate runs/mine --data data/mine --num 50000[/] or "
+    "[bold]scalelong evaluate runs/coco --data data/coco-val --caption-check[/]"
+)
 
 
 def evaluate(
@@ -30,9 +35,13 @@ def evaluate(
     ] = 50_000,
     features: Annotated[str, typer.Option(help="inception, or pixels for tiny images.")] = "inception",
     inception: Annotated[Path | None, typer.Option(help="The FID network's TorchScript file.")] = None,
-    guidance: Annotated[float, typer.Option(help="Classifier-free guidance w.")] = 1.0,
-    sampler: Annotated[str, typer.Option(help="dpm++, ddim, ddpm, em, heun or flow-euler.")] = "dpm++",
-    steps: Annotated[int, typer.Option(help="Network evaluations per image.")] = 50,
+    guidance: Annotated[
+        float | None, typer.Option(help="Classifier-free guidance w; by default the run's.")
+    ] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help="dpm++, ddim, ddpm, em, heun or flow-euler; by default the run's.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Network evaluations per image; by default the run's.")] = None,
     seed: Annotated[int, typer.Option(help="Which samples.")] = 0,
     batch: Annotated[int, typer.Option(min=2, help="Samples drawn at once.")] = 250,
     ema: Annotated[float | None, typer.Option(help="Which average of the weights.")] = None,
@@ -40,10 +49,20 @@ def evaluate(
         float | None, typer.Option(help="An average of this width, from the run's snapshots (train.posthoc_every).")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    caption_check: Annotated[
+        bool,
+        typer.Option(
+            "--caption-check",
+            help="Instead: the loss on this data with its own captions, and with those of other images.",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
-    """FID, KID, precision and recall of samples against data, with the protocol beside the numbers."""
+    """FID, KID, precision and recall of samples against data, with the protocol beside the numbers.
+
+    A run on text draws the captions of that data.
+    """
     from scalelong import experiment
     from scalelong.metrics.evaluate import quality_of, reference_of, statistics_folder
     from scalelong.metrics.features import check_kind, features_named
@@ -55,13 +74,17 @@ def evaluate(
         raise ValueError(f"--num is at least 4 for each of the {processes} processes, got {num}.")
     device = local_device(experiment.usable_device(device))
     loaded = experiment.load_run(run, ema_rate=ema, posthoc_width=posthoc_ema, device=device)
-    how: dict[str, Any] = {"guidance": guidance, "sampler": sampler, "steps": steps}
+    how = sampling_of(loaded.config, sampler=sampler, steps=steps, guidance=guidance)
     experiment.check_drawing(loaded.config, **how)
-    precision = experiment.sampling_precision(device, num * steps)
+    precision = experiment.sampling_precision(device, num * how["steps"])
     weights = f"EMA {loaded.ema_rate}, step {loaded.step}"
-    settings = f"{sampler}, {steps} steps, w = {guidance}, {precision}, seed {seed}, {weights}"
+    settings = "{sampler}, {steps} steps, w = {guidance}".format(**how) + f", {precision}, seed {seed}, {weights}"
     with opened_data(data, dry_run) as store:
         _check_size(loaded.config, store)
+        context = _context(loaded, store)
+        if caption_check:
+            _check_captions(run, loaded, store, seed, batch, as_json)
+            return
         if dry_run:
             planned = evaluation_plan(loaded, store, features, inception, settings, num=num, batch=batch, **how)
             plan = {"run": str(run), **planned}
@@ -73,8 +96,8 @@ def evaluate(
                 reference_of(store, network, statistics_folder())
             world.wait()
             reference = reference_of(store, network, statistics_folder())
-            drawer = experiment.for_sampling(loaded.model, num * steps)
-            samples = _drawn(loaded.config, drawer, world.share(num), batch, seed=seed, **how)
+            drawer = experiment.for_sampling(loaded.model, num * how["steps"])
+            samples = _drawn(loaded.config, drawer, world.share(num), batch, seed=seed, context=context, **how)
             quality = quality_of(samples, reference, network, settings, world)
     print_result(
         {"run": str(run), "step": loaded.step, "ema": loaded.ema_rate, **quality.as_dict()},
@@ -82,6 +105,46 @@ def evaluate(
         f"{'FID' if features == 'inception' else 'Fréchet distance'} {quality.fid:.4g}, "
         f"KID {quality.kid:.3g} ± {quality.kid_deviation:.2g}, precision {quality.precision:.3f}, "
         f"recall {quality.recall:.3f}\n({quality.protocol})",
+    )
+
+
+def _context(loaded: LoadedRun, store: Store) -> Context | None:
+    """The captions of the data, if the run reads text: those of the run's own encoder."""
+    from scalelong.data.contexts import check_same_encoder, text_of
+
+    if loaded.text is None:
+        return None
+    text = text_of(store)
+    check_same_encoder(text.null, loaded.text.info, loaded.text.context.null, str(store.folder))
+    return text.context()
+
+
+def _check_captions(run: Path, loaded: LoadedRun, store: Store, seed: int, batch: int, as_json: bool) -> None:
+    from scalelong.caption_check import check_captions
+
+    if loaded.text is None:
+        raise ValueError(f"--caption-check needs a run on text, and {run} is none; leave it out.")
+    found = check_captions(
+        loaded.config,
+        loaded.model,
+        store,
+        seed=seed,
+        batch=batch,
+        progress=lambda starts, count: tracked(starts, count, f"comparing captions of {len(store):,} images"),
+    )
+    print_result(
+        {
+            "run": str(run),
+            "data": str(store.folder),
+            "step": loaded.step,
+            "ema": loaded.ema_rate,
+            **found.as_dict(),
+        },
+        as_json,
+        f"loss {found.true_loss:.5f} with an image's own caption, {found.shuffled_loss:.5f} with another's: worse "
+        f"by {found.difference:.2g} ± {found.standard_error:.2g} (standard error over {found.images:,} images, "
+        f"{found.draws} times each, the same noise for both; seed {seed}, EMA {loaded.ema_rate}, "
+        f"step {loaded.step})",
     )
 
 

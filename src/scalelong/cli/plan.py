@@ -134,9 +134,16 @@ def preparation_plan(source: Source, out: Path) -> Plan:
 def preparation_text(plan: Plan) -> str:
     """A preparation's plan for people."""
     labels = f" with {len(plan['classes'])} classes" if plan["classes"] else " without labels"
+    total, text = plan["bytes"] + plan.get("text_bytes", 0), ""
+    if "text" in plan:
+        told = plan["text"]
+        text = (
+            f"; {told['captions']:,} captions as {told['length']} tokens of width {told['width']} in float16, "
+            f"{plan['text_bytes'] / 2**20:,.1f} MiB of it"
+        )
     return (
         f"{plan['source']}: {plan['count']:,} images{labels}, the first of {plan['width']}×{plan['height']}×"
-        f"{plan['channels']}; {plan['bytes'] / 2**20:,.1f} MiB would go to {plan['out']}; nothing was written."
+        f"{plan['channels']}; {total / 2**20:,.1f} MiB would go to {plan['out']}{text}; nothing was written."
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,13 +12,15 @@ from scalelong.cli.plan import first_image, preparation_plan, preparation_text
 
 if TYPE_CHECKING:
     from scalelong.data.sources import Source
+    from scalelong.data.text import TextEncoder
 
 EXAMPLES = (
     "Examples: [bold]scalelong prepare my_images --size 64 --out data/mine[/], "
     "[bold]scalelong prepare cifar-10-python.tar.gz --out data/cifar10[/], "
     "[bold]scalelong prepare celeba:CelebA --out data/celeba64[/], "
     "[bold]scalelong prepare imagenet64:ILSVRC2012 --out data/imagenet64[/], "
-    "[bold]scalelong prepare coco:coco2014 --split train --size 256 --out data/coco[/] or "
+    "[bold]scalelong prepare coco:coco2014 --split train --size 256 --out data/coco[/], "
+    "[bold]scalelong prepare coco64 --text-encoder openai/clip-vit-large-patch14 --out data/coco64[/] or "
     "[bold]scalelong prepare shards:tars --size 256 --crop adm --out data/index[/]"
 )
 
@@ -52,6 +54,13 @@ def prepare(
     caption_column: Annotated[
         str | None, typer.Option(help="The column of captions; by default captions, caption or text, if there.")
     ] = None,
+    text_encoder: Annotated[
+        str | None,
+        typer.Option(help="Encode the captions with this transformers model, a folder or a name of the hub."),
+    ] = None,
+    text_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per caption, 77 unless told: longer captions are cut.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
@@ -64,18 +73,32 @@ def prepare(
     )
     if size is not None:
         _check_resized(found, size)
+    encoder = _encoder(text_encoder, text_len)
     if dry_run:
         plan = preparation_plan(found, out)
         if found.shards is not None:
             plan["bytes"] = found.count * _INDEX_BYTES
+        if encoder is not None:
+            plan |= _text_plan(found, encoder)
         print_result(plan, as_json, preparation_text(plan))
         return
-    store = run(found, out, progress=lambda items, count: tracked(items, count, f"preparing {found.description}"))
+    store = run(
+        found,
+        out,
+        progress=lambda items, count: tracked(items, count, f"preparing {found.description}"),
+        text_encoder=encoder,
+        text_progress=lambda batches, count: tracked(batches, count, "encoding captions"),
+    )
     manifest = store.manifest
     for line in manifest.skipped:
         typer.echo(f"skipped {line}", err=True)
     labels = f", {store.num_classes} classes" if store.num_classes else ""
     captions = ", with captions" if store.captions is not None else ""
+    if store.text is not None:
+        info = store.text.info
+        captions = f", {info.captions:,} captions as {info.length} tokens of width {info.width}"
+        if info.cut:
+            typer.echo(f"{info.cut:,} of {info.captions:,} captions were longer and are cut.", err=True)
     shards = f", left in {len(manifest.shards)} shards" if manifest.shards is not None else ""
     print_result(
         {
@@ -86,6 +109,7 @@ def prepare(
             "channels": manifest.channels,
             "classes": manifest.classes,
             "captions": store.captions is not None,
+            "text": manifest.text,
             "shards": manifest.shards,
             "skipped": manifest.skipped,
         },
@@ -93,6 +117,26 @@ def prepare(
         f"{out}: {len(store):,} images of {manifest.width}×{manifest.height}×{manifest.channels}{labels}{captions}"
         f"{shards}. Next: scalelong train PRESET --data {out}",
     )
+
+
+def _encoder(name: str | None, length: int | None) -> TextEncoder | None:
+    if name is None:
+        if length is not None:
+            raise ValueError(f"--text-len is the length of encoded captions, got {length} without --text-encoder.")
+        return None
+    from scalelong.data.text import TextEncoder
+    from scalelong.experiment import default_device
+
+    return TextEncoder(name, length=length, device=default_device())
+
+
+def _text_plan(source: Source, encoder: TextEncoder) -> dict[str, Any]:
+    """What encoding adds. How many captions an image has is told by the source alone, one by one: all are read."""
+    counts = [len(item.captions or ()) for item in source.items() if item.image is not None]
+    if not any(counts):
+        raise ValueError(f"--text-encoder encodes captions, and {source.description} has none; leave it out.")
+    text = {"encoder": encoder.name, "length": encoder.length, "width": encoder.width, "captions": sum(counts)}
+    return {"text": text, "text_bytes": encoder.bytes_of(sum(counts))}
 
 
 def _check_resized(source: Source, size: int) -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scalelong.cli.common import check_output_file, print_result, tracked
+from scalelong.cli.common import check_output_file, print_result, sampling_of, tracked
 
-EXAMPLES = "Example: [bold]scalelong sample runs/mine --num 64 --out grid.png --steps 50[/]"
+if TYPE_CHECKING:
+    from scalelong.data.contexts import Context
+    from scalelong.experiment import LoadedRun
+
+EXAMPLES = (
+    "Examples: [bold]scalelong sample runs/mine --num 64 --out grid.png --steps 50[/] or "
+    '[bold]scalelong sample runs/coco --prompt "a red bus" --guidance 3[/]'
+)
 
 
 def sample(
@@ -17,9 +24,23 @@ def sample(
     num: Annotated[int, typer.Option(min=1, help="How many images.")] = 64,
     out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("grid.png"),
     label: Annotated[int | None, typer.Option("--class", min=0, help="Draw this class alone.")] = None,
-    guidance: Annotated[float, typer.Option(help="Classifier-free guidance w; the paper's s is w - 1.")] = 1.0,
-    sampler: Annotated[str, typer.Option(help="dpm++, ddim, ddpm, em, heun or flow-euler.")] = "dpm++",
-    steps: Annotated[int, typer.Option(help="Network evaluations per image.")] = 50,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Draw this text; may be given often: the images follow the prompts in turn. Without it a run on "
+            "text draws the captions that it keeps, the first ones of its data."
+        ),
+    ] = None,
+    text_encoder: Annotated[
+        str | None, typer.Option(help="Where the run's text encoder is now, if not where prepare found it.")
+    ] = None,
+    guidance: Annotated[
+        float | None, typer.Option(help="Classifier-free guidance w; the paper's s is w - 1. By default the run's.")
+    ] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help="dpm++, ddim, ddpm, em, heun or flow-euler; by default the run's.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Network evaluations per image; by default the run's.")] = None,
     seed: Annotated[int, typer.Option(help="Which images: the same seed draws the same.")] = 0,
     ema: Annotated[
         float | None, typer.Option(help="Which average; by default the slowest that has settled.")
@@ -37,6 +58,7 @@ def sample(
 
     _check_picture(out)
     loaded = experiment.load_run(run, ema_rate=ema, posthoc_width=posthoc_ema, device=device)
+    how = sampling_of(loaded.config, sampler=sampler, steps=steps, guidance=guidance)
     labels = None
     if label is not None:
         if loaded.num_classes is None:
@@ -44,16 +66,18 @@ def sample(
         if label >= loaded.num_classes:
             raise ValueError(f"--class is in 0 … {loaded.num_classes - 1} for this run, got {label}.")
         labels = torch.full((num,), label)
+    experiment.check_drawing(loaded.config, **how)
+    told, context = _told(loaded, prompt, text_encoder)
+    guided = "" if how["guidance"] == 1 else f", guidance w = {how['guidance']:g}"
     images = experiment.draw(
         loaded.config,
         loaded.model,
         num,
         seed=seed,
         labels=labels,
-        guidance=guidance,
-        sampler=sampler,
-        steps=steps,
-        progress=lambda items: tracked(items, steps, f"sampling {num} images"),
+        context=context,
+        progress=lambda items: tracked(items, how["steps"], f"sampling {num} images"),
+        **how,
     )
     experiment.write_grid(images, out)
     print_result(
@@ -62,13 +86,26 @@ def sample(
             "num": num,
             "step": loaded.step,
             "ema": loaded.ema_rate,
-            "sampler": sampler,
-            "steps": steps,
+            **how,
+            **({"captions": [told[i % len(told)] for i in range(num)]} if told else {}),
         },
         as_json,
         f"{out}: {num} images, weights of step {loaded.step:,} averaged at {loaded.ema_rate}, "
-        f"{sampler} with {steps} steps.",
+        f"{how['sampler']} with {how['steps']} steps{guided}.",
     )
+
+
+def _told(loaded: LoadedRun, prompts: list[str] | None, encoder: str | None) -> tuple[list[str], Context | None]:
+    """The texts to draw, and what the network reads of them."""
+    from scalelong import experiment
+
+    if loaded.text is None:
+        if prompts or encoder:
+            raise ValueError("--prompt and --text-encoder need a run on text, and this is none; leave them out.")
+        return [], None
+    if not prompts:
+        return loaded.text.captions, loaded.text.context
+    return prompts, experiment.encode_prompts(loaded.text, prompts, encoder=encoder)
 
 
 def _check_picture(out: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from scalelong.data.contexts import text_of
 from scalelong.data.random import Stream, permutation
 from scalelong.data.shards import ShardImages
 from scalelong.data.store import Store
@@ -21,7 +22,7 @@ class Batch:
     """`indices` are positions in the endless stream; noise and times are drawn by them too."""
 
     images: Tensor  # [B, C, H, W] in [-1, 1]
-    labels: Tensor | None  # [B]; the class, or num_classes for a dropped label
+    condition: Tensor | None  # classes [B], num_classes for a dropped one; or contexts [B, L, D] of captions
     indices: Tensor  # [B]
 
 
@@ -29,7 +30,8 @@ class Loader:
     """The endless, reshuffled stream of a store's images, flips included.
 
     A store of up to `resident_bytes` lives on the device; a larger one is read through its memory map. Shards are
-    decoded as they are needed, the next batch ahead while the device is busy with this one.
+    decoded as they are needed, the next batch ahead while the device is busy with this one. With `label_dropout`
+    images have labels, with `text_dropout` the context of one of their captions; so many are dropped.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Loader:
         device: torch.device | str = "cpu",
         flip: bool = False,
         label_dropout: float | None = None,
+        text_dropout: float | None = None,
         resident_bytes: int = 8 << 30,
     ) -> None:
         if label_dropout is not None and store.labels is None:
@@ -50,15 +53,26 @@ class Loader:
         self.store = store
         self.seed = seed
         self.device = torch.device(device)
-        self.label_dropout = label_dropout
+        self.labelled = label_dropout is not None
+        self.dropout = label_dropout or text_dropout or 0.0
         self.flips = Stream(seed, "flip") if flip else None
-        self.drops = Stream(seed, "label dropout") if label_dropout else None
+        self.drops = Stream(seed, "label dropout") if self.dropout else None
+        self.choices = Stream(seed, "caption")
+        self.text = None if text_dropout is None else text_of(store)
         self.resident = None
-        if not isinstance(store.images, ShardImages) and store.images.nbytes <= resident_bytes:
+        text_bytes = 0 if self.text is None else self.text.tokens.nbytes
+        if not isinstance(store.images, ShardImages) and store.images.nbytes + text_bytes <= resident_bytes:
             self.resident = torch.from_numpy(np.array(store.images)).to(self.device)
         # Where images are read by the host, their order stays there: to ask the device for it would wait for it.
         self._place = self.device if self.resident is not None else torch.device("cpu")
         self.labels = None if store.labels is None else torch.from_numpy(store.labels).to(self._place)
+        if self.text is not None:
+            self.captions = torch.from_numpy(self.text.index).to(self._place)
+            tokens = torch.from_numpy(self.text.tokens)
+            self.contexts = tokens.to(self.device) if self.resident is not None else tokens
+        # What a dropped condition becomes, and what the network calls a condition.
+        self.null: Tensor | int = store.num_classes if self.text is None else self.text.null.to(self.device)
+        self.argument = "class_labels" if self.text is None else "encoder_hidden_states"
         self._ahead = _Ahead()
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
@@ -67,33 +81,47 @@ class Loader:
         return self.finish(*self.fetch(start, size), torch.arange(start, start + size, device=self.device))
 
     def fetch(self, start: int, size: int) -> tuple[Tensor, Tensor | None]:
-        """The same images as the store has them: pixels [B, H, W, C] of 0 … 255, and labels."""
+        """The same images as the store has them: pixels [B, H, W, C] of 0 … 255, and labels or contexts."""
         rows = self._rows(start, size)
         if self.resident is not None:
             pixels = self.resident[rows]
         else:
             pixels = torch.from_numpy(self._read(start, size, rows.numpy()))
             pixels = pixels.pin_memory() if self.device.type == "cuda" else pixels
-        labelled = self.label_dropout is not None and self.labels is not None
-        return pixels, self.labels[rows] if labelled else None  # type: ignore[index]
+        return pixels, self._condition(start, rows)
 
-    def finish(self, pixels: Tensor, labels: Tensor | None, indices: Tensor) -> Batch:
-        """What is drawn by the position in the stream: flips and dropped labels. Operations on tensors alone."""
-        labels = None if labels is None else labels.to(self.device)
+    def finish(self, pixels: Tensor, condition: Tensor | None, indices: Tensor) -> Batch:
+        """What is drawn by the position in the stream: flips, dropped conditions. Operations on tensors alone."""
         images = pixels.to(self.device).permute(0, 3, 1, 2).to(torch.float32) / 127.5 - 1
         if self.flips is not None:
             flipped = (self.flips.bits(indices, 1)[:, 0] & 1).bool()
             images = torch.where(flipped[:, None, None, None], images.flip(3), images)
-        if labels is not None and self.drops is not None:
-            dropped = self.drops.uniform(indices) < (self.label_dropout or 0)
-            labels = torch.where(dropped, self.store.num_classes, labels)
-        return Batch(images.contiguous(), labels, indices)
+        if condition is not None:
+            condition = condition.to(self.device, torch.int64 if self.text is None else torch.float32)
+            if self.drops is not None:
+                dropped = self.drops.uniform(indices) < self.dropout
+                dropped = dropped.view(-1, *(1,) * (condition.ndim - 1))
+                condition = torch.where(dropped, self.null, condition)
+        return Batch(images.contiguous(), condition, indices)
 
     def buffers(self, size: int) -> tuple[Tensor, Tensor | None]:
         """Empty tensors on the device that a fetch of `size` images fits into."""
-        pixels, labels = self.fetch(0, 1)
+        pixels, condition = self.fetch(0, 1)
         room = torch.empty((size, *pixels.shape[1:]), dtype=pixels.dtype, device=self.device)
-        return room, None if labels is None else labels.new_empty(size, device=self.device)
+        if condition is None:
+            return room, None
+        return room, condition.new_empty((size, *condition.shape[1:]), device=self.device)
+
+    def _condition(self, start: int, rows: Tensor) -> Tensor | None:
+        """The labels of these images, or the context of one caption each, chosen by the position in the stream."""
+        if self.labelled and self.labels is not None:
+            return self.labels[rows]
+        if self.text is None:
+            return None
+        first, count = self.captions[rows].unbind(1)
+        indices = torch.arange(start, start + len(rows), device=rows.device)
+        contexts = self.contexts[first + self.choices.integers(indices, count)]
+        return contexts.pin_memory() if self.device.type == "cuda" and not contexts.is_cuda else contexts
 
     def _read(self, start: int, size: int, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
         images = self.store.images

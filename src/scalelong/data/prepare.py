@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,13 +29,24 @@ from scalelong.data.store import (
     write_manifest,
 )
 
+if TYPE_CHECKING:
+    from scalelong.data.text import TextEncoder
+
 MAX_SKIPPED = 0.01
 
 
 def prepare(
-    source: Source, out: str | Path, *, progress: Callable[[Iterable[Item], int], Iterable[Item]] | None = None
+    source: Source,
+    out: str | Path,
+    *,
+    progress: Callable[[Iterable[Item], int], Iterable[Item]] | None = None,
+    text_encoder: TextEncoder | None = None,
+    text_progress: Callable[[Iterable[Any], int], Iterable[Any]] | None = None,
 ) -> Store:
-    """Write `source` to the folder `out`, whole or not at all. `progress` wraps the items, to show a bar."""
+    """Write `source` to the folder `out`, whole or not at all. `progress` wraps the items, to show a bar.
+
+    With a `text_encoder` all captions are encoded, too; `text_progress` wraps their batches.
+    """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "a prepared dataset" if (out / MANIFEST).is_file() else "something else"
@@ -43,7 +55,7 @@ def prepare(
     # Beside the target, so that the last step is a rename on one filesystem.
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
     try:
-        _fill(work, out, source, progress)
+        _fill(work, out, source, progress, text_encoder, text_progress)
         sync_folder(work)
         if out.is_dir():
             out.rmdir()
@@ -56,13 +68,25 @@ def prepare(
 
 
 def _fill(
-    work: Path, out: Path, source: Source, progress: Callable[[Iterable[Item], int], Iterable[Item]] | None
+    work: Path,
+    out: Path,
+    source: Source,
+    progress: Callable[[Iterable[Item], int], Iterable[Item]] | None,
+    text_encoder: TextEncoder | None,
+    text_progress: Callable[[Iterable[Any], int], Iterable[Any]] | None,
 ) -> None:
-    writer = _Writer(work, source)
+    writer = _Writer(work, source, needs_captions=text_encoder is not None)
     items: Iterable[Item] = source.items()
     for item in progress(items, source.count) if progress else items:
         writer.append(item)
     names = writer.close()
+    text = None
+    if text_encoder is not None:
+        from scalelong.data.text import write_contexts
+
+        captions = [json.loads(line) for line in (work / CAPTIONS).open(encoding="utf-8")]
+        text, files = write_contexts(work, captions, text_encoder, progress=text_progress)
+        names += files
     checksums = {name: sha256(work / name) for name in names}
     shards = _shard_names(source.shards, out)
     if source.shards is not None and shards is not None:
@@ -80,6 +104,7 @@ def _fill(
         sha256=checksums,
         shards=shards,
         crop=source.crop,
+        text=text,
     )
     write_manifest(work, manifest)
 
@@ -87,8 +112,8 @@ def _fill(
 class _Writer:
     """Items to files: pixels or places, labels where the source has classes, captions where the items have them."""
 
-    def __init__(self, work: Path, source: Source) -> None:
-        self.work, self.source = work, source
+    def __init__(self, work: Path, source: Source, needs_captions: bool = False) -> None:
+        self.work, self.source, self.needs_captions = work, source, needs_captions
         self.pixels = ImageWriter(work / IMAGES) if source.shards is None else None
         self.captions = (work / CAPTIONS).open("w", encoding="utf-8")
         self.places: list[tuple[int, int, int] | None] = []
@@ -116,6 +141,11 @@ class _Writer:
     def _check(self, item: Item, image: Image) -> None:
         if not self.count:
             self.shape, self.captioned = image.shape, item.captions is not None
+            if self.needs_captions and not self.captioned:
+                raise SourceError(
+                    f"a text encoder reads captions, and {item.name} of {self.source.description} has none; name "
+                    "their column with --caption-column, or leave --text-encoder out."
+                )
         if image.shape != self.shape:
             (h, w, _), (h2, w2, _) = self.shape, image.shape
             raise SourceError(

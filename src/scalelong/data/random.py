@@ -42,8 +42,10 @@ class Stream:
         high = _logical_shift(self.bits(indices, math.prod(shape)), 40)
         return (high.to(torch.float32) * 2.0**-24).view(-1, *shape)
 
-    def integers(self, indices: Tensor, bound: int) -> Tensor:
-        """[B] -> [B] in 0 … bound - 1, int64. The bias of at most bound / 2^53 is beyond notice."""
+    def integers(self, indices: Tensor, bound: int | Tensor) -> Tensor:
+        """[B] -> [B] in 0 … bound - 1, int64, for one bound or one each. The bias of at most bound / 2^53 is
+        beyond notice.
+        """
         high = _logical_shift(self.bits(indices, 1)[:, 0], 11)
         return (high.to(torch.float64) * 2.0**-53 * bound).to(torch.int64)
 

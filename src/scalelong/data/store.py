@@ -11,13 +11,16 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import numpy as np
 
 from scalelong.data.files import sha256
 from scalelong.data.images import Decoder
 from scalelong.data.shards import ShardImages
+
+if TYPE_CHECKING:
+    from scalelong.data.contexts import StoredText
 
 FORMAT, SHARDS_FORMAT = "scalelong-store-1", "scalelong-shards-1"
 IMAGES, LABELS, CAPTIONS, INDEX = "images.npy", "labels.npy", "captions.jsonl", "index.npy"
@@ -34,7 +37,8 @@ class Manifest:
     """What a store holds and where it came from; written last, so that its presence means a whole store.
 
     `sha256` has a checksum for every file, the shards included; `shards` are their paths, relative to the store
-    where they lie beside it, and `crop` how their images are cut (None: as they are).
+    where they lie beside it, and `crop` how their images are cut (None: as they are). `text` is what encoded the
+    captions, if anything did (`contexts.TextInfo`).
     """
 
     format: str
@@ -48,6 +52,7 @@ class Manifest:
     sha256: dict[str, str]
     shards: list[str] | None = None
     crop: str | None = None
+    text: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -97,6 +102,13 @@ class Store:
         if len(captions) != len(self):
             raise StoreError(f"{self.folder / CAPTIONS} has {len(captions)} lines for {len(self)} images.")
         return captions
+
+    @cached_property
+    def text(self) -> StoredText | None:
+        """The captions' contexts, mapped not read; None where they were not encoded."""
+        from scalelong.data.contexts import open_text
+
+        return open_text(self.folder, self.manifest.text, len(self)) if self.manifest.text is not None else None
 
     @property
     def checksum(self) -> str:

@@ -29,12 +29,10 @@ class FastNetwork(nn.Module):
         return self.network.config
 
     @torch.no_grad()
-    def forward(self, sample: Tensor, timestep: Tensor, class_labels: Tensor | None = None) -> SimpleNamespace:
-        """Predict from [B, C, H, W] at one timestep, or at [B] of them."""
+    def forward(self, sample: Tensor, timestep: Tensor, **told: Tensor) -> SimpleNamespace:
+        """Predict from [B, C, H, W] at one timestep, or at [B] of them; `told` as the network takes it."""
         count = len(sample)
-        given = {"sample": sample, "timestep": timestep.float().expand(count)}
-        if class_labels is not None:
-            given["class_labels"] = class_labels
+        given = {"sample": sample, "timestep": timestep.float().expand(count), **told}
         if self.graph is None or count > len(self.inputs["sample"]):
             self.inputs = {name: value.clone() for name, value in given.items()}
             self._capture()

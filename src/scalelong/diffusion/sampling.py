@@ -77,17 +77,21 @@ def sample(
     sampler: str = "dpm++",
     steps: int = 50,
     labels: Tensor | None = None,
+    context: Tensor | None = None,
+    null_context: Tensor | None = None,
     guidance: float = 1.0,
     clip: bool = True,
     progress: Progress = iter,
 ) -> Tensor:
     """Images number `indices` [B] of this seed: [B, C, H, W] in [-1, 1], or free with `clip=False` (latents).
 
-    `guidance` is the usual w: ε_null + w (ε_class - ε_null); the paper's s is w - 1. The null class is the
-    model's last.
+    What to draw is told by `labels` [B], or by `context` [B, L, D], encoded text. `guidance` is the usual w:
+    ε_null + w (ε_told - ε_null); the paper's s is w - 1. The null class is the model's last; the null context
+    [L, D], the empty prompt's, has to be given.
     """
-    check_request(process, sampler, steps, guidance, conditional=labels is not None)
-    predict = _guided(model, process, labels, guidance)
+    check_request(process, sampler, steps, guidance, conditional=labels is not None or context is not None)
+    told, null = _told(model, labels, context, null_context if guidance != 1 else None)
+    predict = _guided(model, process, told, null, guidance)
     noise = Stream(seed, "sample").normal(indices, shape)
     if sampler == "em":
         assert isinstance(process, VPSDE)
@@ -124,17 +128,29 @@ def _scheduled(
     return x
 
 
-def _guided(model: nn.Module, process: Process, labels: Tensor | None, guidance: float) -> Predict:
+def _told(
+    model: nn.Module, labels: Tensor | None, context: Tensor | None, null_context: Tensor | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The network's arguments for what is to be drawn, and for nothing in particular."""
+    if labels is not None:
+        null = torch.full_like(labels, (model.config.num_class_embeds or 1) - 1)  # type: ignore[union-attr, operator, arg-type]
+        return {"class_labels": labels}, {"class_labels": null}
+    if context is None:
+        return {}, {}
+    told = {"encoder_hidden_states": context}
+    return told, {} if null_context is None else {"encoder_hidden_states": null_context.expand_as(context)}
+
+
+def _guided(
+    model: nn.Module, process: Process, told: dict[str, Tensor], null: dict[str, Tensor], guidance: float
+) -> Predict:
     """The trained target at (x_t, k). At a given x_t targets are linear in each other: guidance is one in all."""
 
     def predict(x: Tensor, k: Tensor) -> Tensor:
         x = process.scaled(x, k)
-        if labels is None:
-            return model(x, k).sample
         if guidance == 1:
-            return model(x, k, class_labels=labels).sample
-        null = torch.full_like(labels, model.config.num_class_embeds - 1)  # type: ignore[union-attr, operator, arg-type]
-        both = model(torch.cat([x, x]), k, class_labels=torch.cat([labels, null])).sample
+            return model(x, k, **told).sample
+        both = model(torch.cat([x, x]), k, **{name: torch.cat([told[name], null[name]]) for name in told}).sample
         conditional, unconditional = both.chunk(2)
         return unconditional + guidance * (conditional - unconditional)
 
@@ -142,7 +158,7 @@ def _guided(model: nn.Module, process: Process, labels: Tensor | None, guidance:
 
 
 def check_request(process: Process, sampler: str, steps: int, guidance: float, conditional: bool) -> None:
-    """Refuse what `sample` cannot do; `conditional` is whether it gets labels."""
+    """Refuse what `sample` cannot do; `conditional` is whether it gets labels or text."""
     if sampler not in SAMPLERS:
         raise ValueError(f"unknown sampler {sampler!r}; the known ones are {', '.join(SAMPLERS)}.")
     if not isinstance(process, _FITS[sampler]):
@@ -157,5 +173,5 @@ def check_request(process: Process, sampler: str, steps: int, guidance: float, c
         raise ValueError(f"guidance is a number, 1 for none, got {guidance}.")
     if guidance != 1 and not conditional:
         raise ValueError(
-            f"guidance {guidance} needs class labels: this model is unconditional, or none were given."
+            f"guidance {guidance} needs class labels or text: this model is unconditional, or none were given."
         )

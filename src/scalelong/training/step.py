@@ -68,7 +68,7 @@ class Stepper:
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         # What the step reads and writes on the device.
         self.step = torch.zeros((), dtype=torch.int64, device=device)
-        self.pixels, self.labels = loader.buffers(self.size)
+        self.pixels, self.condition = loader.buffers(self.size)
         self.loss = torch.zeros((), device=device)
         self.norm = torch.zeros((), device=device)
         self.bad_step = torch.full((), _NEVER, dtype=torch.int64, device=device)
@@ -122,10 +122,10 @@ class Stepper:
         """Put the step's number and images where the step reads them."""
         self.step.fill_(step)
         start = step * self.config.batch_size + self.world.rank * self.size
-        pixels, labels = self.loader.fetch(start, self.size)
+        pixels, condition = self.loader.fetch(start, self.size)
         self.pixels.copy_(pixels, non_blocking=True)
-        if self.labels is not None and labels is not None:
-            self.labels.copy_(labels, non_blocking=True)
+        if self.condition is not None and condition is not None:
+            self.condition.copy_(condition, non_blocking=True)
         self._seed_dropout(step)
 
     def _seed_dropout(self, step: int) -> None:
@@ -211,11 +211,11 @@ class Stepper:
         """The mean squared error of one piece of the batch, weighted where the run says so."""
         size = self.size // self.config.accumulate
         part = slice(piece * size, (piece + 1) * size)
-        labels = None if self.labels is None else self.labels[part]
-        example, timesteps, labels = self._draw(
-            self.pixels[part], labels, self.step, self.world.rank * self.size + piece * size
+        condition = None if self.condition is None else self.condition[part]
+        example, timesteps, condition = self._draw(
+            self.pixels[part], condition, self.step, self.world.rank * self.size + piece * size
         )
-        given: dict[str, Any] = {} if labels is None else {"class_labels": labels}
+        given: dict[str, Any] = {} if condition is None else {self.loader.argument: condition}
         with self._autocast():
             prediction = forward(example.inputs, timesteps, return_dict=False, **given)[0].float()
         if example.weights is None:
@@ -223,14 +223,14 @@ class Stepper:
         return (example.weights * (prediction - example.target).square().mean(dim=(1, 2, 3))).mean()
 
     def _draw_batch(
-        self, pixels: Tensor, labels: Tensor | None, step: Tensor, first: int
+        self, pixels: Tensor, condition: Tensor | None, step: Tensor, first: int
     ) -> tuple[Example, Tensor, Tensor | None]:
-        """Pixels to (input, target and weights; timesteps; labels): what is random about a batch."""
+        """Pixels to (input, target and weights; timesteps; classes or contexts): what is random about a batch."""
         indices = step * self.config.batch_size + first + torch.arange(len(pixels), device=pixels.device)
-        batch = self.loader.finish(pixels, labels, indices)
+        batch = self.loader.finish(pixels, condition, indices)
         noise = self.noise.normal(indices, tuple(batch.images.shape[1:]))
         timesteps = self.process.timesteps(self.times.uniform(indices))
-        return self.process.example(batch.images, noise, timesteps), timesteps, batch.labels
+        return self.process.example(batch.images, noise, timesteps), timesteps, batch.condition
 
     def _autocast(self) -> Any:
         if self.config.precision == "fp32":
