@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.backbones.build import build
+from scalelong.backbones.flops import training_flops_per_image
 from scalelong.config import RunConfig, from_dict, resolved_for, to_dict
-from scalelong.data.contexts import Context, KeptText, check_same_encoder, kept_text, text_of
+from scalelong.data.contexts import Context, KeptText, check_same_encoder, info_of, kept_text
 from scalelong.data.files import write_whole
 from scalelong.data.loader import Loader
 from scalelong.data.prepare import prepare
@@ -187,7 +188,7 @@ def _text_changes(config: RunConfig, store: Store) -> dict[str, Any]:
         return {"cross_attention_dim": None} if "cross_attention_dim" in preset.config else {}
     if preset.backbone == "unet":
         raise ValueError(f"{config.model.preset} has no place for text; take coco-unet or a U-ViT.")
-    info = text_of(store).info
+    info = info_of(store)
     found = {"cross_attention_dim": info.width} | ({"text_len": info.length} if preset.backbone == "uvit" else {})
     for name, value in found.items():
         if asked.get(name, value) != value:
@@ -221,6 +222,20 @@ def build_model(config: RunConfig, device: str = "cpu") -> nn.Module:
     if device.startswith("cuda") and model_preset(config.model.preset).backbone != "uvit":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # convolutions' own order
     return model.to(device)
+
+
+def flops_per_image(config: RunConfig) -> int:
+    """Floating-point operations of training on one image, forward and backward."""
+    model = build_model(config, "meta")
+    shape: Any = model.config
+    told: dict[str, Any] = {}
+    if config.data.condition == "class":
+        told["class_labels"] = lambda: torch.zeros(1, dtype=torch.long)
+    if config.data.condition == "text":
+        length = shape.get("text_len", 77)
+        told["encoder_hidden_states"] = lambda: torch.empty(1, length, shape.cross_attention_dim)
+    size: Any = shape.sample_size
+    return training_flops_per_image(lambda: model, shape.in_channels, size, **told)
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,12 @@ def opened_data(path: Path | None, dry_run: bool) -> Iterator[Store]:
             yield prepare(digits(), Path(folder) / "digits")
 
 
-def training_plan(config: RunConfig, store: Store, out: Path, device: str) -> Plan:
-    """What `train` would do with a config on this data and device."""
+def training_plan(config: RunConfig, store: Store | None, out: Path, device: str) -> Plan:
+    """What `train` would do with a config on this data and device; without data, with the preset's own shapes."""
     from scalelong import experiment
     from scalelong.config import resolved_for, to_dict
 
-    config = experiment.fitted_to(config, store)
+    config = config if store is None else experiment.fitted_to(config, store)
     config = replace(config, train=resolved_for(config.train, device))
     experiment.check_folder(config, out)
     parameters = sum(p.numel() for p in experiment.build_model(config, "meta").parameters())
@@ -47,13 +47,14 @@ def training_plan(config: RunConfig, store: Store, out: Path, device: str) -> Pl
     state_bytes = 4 * parameters * (4 + len(config.train.ema_rates))
     return {
         "out": str(out),
-        "images": len(store),
+        "images": None if store is None else len(store),
         "parameters": parameters,
+        "gflop_per_image": round(experiment.flops_per_image(config) / 1e9, 2),
         "state_gib": round(state_bytes / 2**30, 3),
         "images_per_step": config.train.batch_size,
         "steps": config.train.steps,
         "starts_at": experiment.last_step(out),
-        "epochs": round(config.train.steps * config.train.batch_size / len(store), 2),
+        "epochs": None if store is None else round(config.train.steps * config.train.batch_size / len(store), 2),
         "config": to_dict(config),
     }
 
@@ -61,12 +62,16 @@ def training_plan(config: RunConfig, store: Store, out: Path, device: str) -> Pl
 def training_text(plan: Plan) -> str:
     """A training plan for people."""
     resumed = f", the first {plan['starts_at']:,} of them done" if plan["starts_at"] else ""
+    data = "no data is given: sizes are the preset's own"
+    if plan["images"] is not None:
+        data = f"{plan['epochs']} epochs of {plan['images']:,} images"
     return (
         f"{json.dumps(plan['config'], indent=2, ensure_ascii=False)}\n"
-        f"{plan['parameters']:,} parameters; {plan['state_gib']} GiB for weights, gradients, optimiser and "
+        f"{plan['parameters']:,} parameters; {plan['gflop_per_image']:,} GFLOP to train on an image; "
+        f"{plan['state_gib']} GiB for weights, gradients, optimiser and "
         f"averages, activations not counted; {plan['images_per_step']} images per step, {plan['steps']:,} "
         f"steps{resumed}: "
-        f"{plan['epochs']} epochs of {plan['images']:,} images; nothing was written."
+        f"{data}; nothing was written."
     )
 
 

@@ -59,6 +59,10 @@ def train(
     config = with_overrides(run_preset(preset), overrides)
     out = out or Path("runs") / f"{preset}-{config.model.scaling.replace('/', '-').replace(':', '-')}"
     device = experiment.usable_device(device)
+    if dry_run and data is None and preset != "digits":
+        plan = training_plan(config, None, out, device)
+        print_result(plan, as_json, training_text(plan))
+        return
     with opened_data(data, dry_run) as store:
         config = experiment.fitted_to(config, store)
         if dry_run:

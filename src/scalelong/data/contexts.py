@@ -133,13 +133,20 @@ def kept_text(store: Store, count: int = KEPT_CAPTIONS) -> KeptText:
 
 def text_of(store: Store) -> StoredText:
     """A store's contexts, or how it gets some."""
-    if store.text is None:
+    info_of(store)
+    assert store.text is not None
+    return store.text
+
+
+def info_of(store: Store) -> TextInfo:
+    """The same without opening them: what their manifest says."""
+    if store.manifest.text is None:
         lacks = "captions that are not encoded" if store.captions is not None else "no captions"
         raise ValueError(
             f"text is asked for, and {store.folder} has {lacks}; prepare a source with captions again with "
             "--text-encoder NAME."
         )
-    return store.text
+    return TextInfo(**store.manifest.text)
 
 
 def check_same_encoder(null: Tensor, expected: TextInfo, expected_null: Tensor, who: str) -> None:
