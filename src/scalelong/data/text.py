@@ -127,12 +127,12 @@ def _load(name: str, revision: str | None) -> tuple[Any, Any]:
     if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
         raise ValueError(f"there is no folder {name!r} with a text encoder. {_ELSEWHERE}")
     with _quiet():
+        how = {"revision": revision, "local_files_only": _is_local(name, revision)}
         try:
-            how = {"revision": revision, "local_files_only": _is_local(name, revision)}
             config = transformers.AutoConfig.from_pretrained(name, **how)
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, **how)
             model, found = _class_for(config).from_pretrained(name, output_loading_info=True, **how)
-        except (OSError, KeyError, ImportError) as error:
+        except (OSError, KeyError, ImportError, ValueError) as error:
             raise ValueError(
                 f"{name!r} is no text encoder that transformers can load "
                 f"({str(error).partition(chr(10))[0]}). {_ELSEWHERE}"
@@ -163,6 +163,8 @@ def _is_local(name: str, revision: str | None) -> bool:
     import transformers
     from huggingface_hub import HfApi
 
+    if Path(name).is_dir():
+        return True
     with contextlib.suppress(OSError):
         transformers.AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
         return True
