@@ -70,3 +70,16 @@ def print_result(result: dict[str, Any], as_json: bool, sentence: str) -> None:
     """A sentence for people, or JSON for scripts."""
     if is_first_process():
         typer.echo(json.dumps(result, ensure_ascii=False, indent=2) if as_json else sentence)
+
+
+def print_table(rows: list[dict[str, str]], title: str | None = None) -> None:
+    """Rows of the same keys for people; long cells are wrapped."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        *rows[0], title=title, title_justify="left", show_lines=any("\n" in c for row in rows for c in row.values())
+    )
+    for row in rows:
+        table.add_row(*row.values())
+    Console().print(table, markup=False)

@@ -70,6 +70,9 @@ def compare(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    theory: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Add the theory: a file with what theory --json printed.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
     """Write one report.html about runs that are there: curves, norms, gates, samples, with spread over seeds."""
@@ -78,7 +81,12 @@ def report(
 
     check_output_file(out, "report.html")
     read = [read_run(folder) for folder in runs]
-    write_report(read, out, command=shlex.join(["scalelong", *sys.argv[1:]]))
+    more: list[Any] = []
+    if theory is not None:
+        from scalelong.report.theory import read_theory, theory_sections
+
+        more = theory_sections(read_theory(theory))
+    write_report(read, out, command=shlex.join(["scalelong", *sys.argv[1:]]), more=more)
     rows = summary_rows(by_scaling(read))
     _print_table(rows, as_json)
     print_result({"report": str(out), "rows": rows}, as_json, f"The report with all curves: {out}")

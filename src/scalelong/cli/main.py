@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from scalelong.cli import compare, evaluate, export, inspect, prepare, sample, train
+from scalelong.cli import compare, evaluate, export, inspect, kappa, prepare, sample, theory, train
 from scalelong.version import __version__
 
 app = typer.Typer(
@@ -31,6 +31,8 @@ for name, command, examples in (
     ("export", export.export, export.EXAMPLES),
     ("compare", compare.compare, compare.EXAMPLES),
     ("report", compare.report, compare.REPORT_EXAMPLES),
+    ("theory", theory.theory, theory.EXAMPLES),
+    ("kappa", kappa.kappa, kappa.EXAMPLES),
 ):
     app.command(name, epilog=examples)(command)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib
@@ -74,6 +74,17 @@ def coefficients(groups: Groups) -> str:
                 axes.plot(indices, values, "o-", ms=3, color=f"C{colour}", label=label, alpha=0.8)
         axes.set(xlabel="skip (0 = outermost)", ylabel="coefficient", ylim=(0, None))
         axes.legend(frameon=False)
+        return _svg(figure)
+
+
+def drawn(panels: Sequence[Callable[[Any], None]]) -> str:
+    """A figure of panels side by side, each drawn by a function that gets its axes; a legend in each."""
+    with plt.rc_context(_STYLE):
+        width = 6 if len(panels) == 1 else 3.6 * len(panels)
+        figure, axes = plt.subplots(1, len(panels), figsize=(width, 3.2), squeeze=False)
+        for draw, place in zip(panels, axes[0], strict=True):
+            draw(place)
+            place.legend(frameon=False, fontsize=8)
         return _svg(figure)
 
 

@@ -3,46 +3,73 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scalelong.data.files import write_whole
 from scalelong.report import figures
 from scalelong.report.runs import Run, by_scaling, quality_key, summary_rows
+from scalelong.version import __version__
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
-def write_report(runs: list[Run], out: Path, command: str) -> None:
-    """Write the page for these runs."""
-    import jinja2
-
+def write_report(runs: list[Run], out: Path, command: str, more: Sequence[Section] = ()) -> None:
+    """Write the page for these runs, with more sections behind their own."""
     groups = by_scaling(runs)
     first = runs[0]
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+    _write(
+        out,
         title=f"Skip scaling on {first.config.model.preset}",
         lead=_lead(runs),
         quality=_quality(runs),
         rows=summary_rows(groups),
-        sections=[section for section in _sections(groups) if section.svg],
+        sections=[*(section for section in _sections(groups) if section.svg), *more],
         grids=[(f"{r.scaling}, seed {r.config.train.seed}", _encode(r.grid)) for r in runs if r.grid],
         caveats=_caveats(runs),
         command=command,
         hardware=_hardware(first),
     )
+
+
+def write_page(title: str, lead: str, sections: Sequence[Section], out: Path, command: str) -> None:
+    """Write a page that is not about runs."""
+    _write(
+        out,
+        title=title,
+        lead=lead,
+        quality="",
+        rows=[],
+        sections=sections,
+        grids=[],
+        caveats=[],
+        command=command,
+        hardware=f"scalelong {__version__}",
+    )
+
+
+def _write(out: Path, **parts: Any) -> None:
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(**parts)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, page)
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, what to see there, and the figure; `panels` are too wide for a narrow window and scroll."""
+    """A heading, what to see there, the figure and a table; `panels` are wide and scroll in a narrow window."""
 
     heading: str
     text: str
-    svg: str
+    svg: str = ""
     panels: bool = False
+    verdict: str = ""
+    rows: Sequence[Mapping[str, str]] = ()
+    note: str = ""
 
 
 def _sections(groups: dict[str, list[Run]]) -> list[Section]:

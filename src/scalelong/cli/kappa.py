@@ -1,0 +1,7 @@
+"""stub"""
+
+EXAMPLES = ""
+
+
+def kappa() -> None:
+    """x"""
