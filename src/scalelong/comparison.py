@@ -30,7 +30,16 @@ DIGITS_SETTINGS = (
     "model.changes.hidden_size=48",
     "train.ema_rates=0.99",
 )
-_JUDGED_SAMPLES, _JUDGED_STEPS = 256, 20
+
+
+@dataclass(frozen=True)
+class Judging:
+    """How samples are judged as a run trains: on which features, from how many, drawn in how many steps."""
+
+    features: str = "pixels"
+    num: int = 256
+    steps: int = 20
+    every: int | None = None  # by default whenever pictures are drawn
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,7 @@ class Member:
     seed: int
     folder: Path
     config: RunConfig
+    judging: Judging | None = Judging()
 
 
 def members(base: RunConfig, scalings: Sequence[str], seeds: Sequence[int], out: Path) -> list[Member]:
@@ -58,13 +68,32 @@ def members(base: RunConfig, scalings: Sequence[str], seeds: Sequence[int], out:
     return result
 
 
+def run_one(member: Member, data: Path) -> bool:
+    """Train one member; its samples are judged as it goes."""
+    from scalelong import experiment
+    from scalelong.judging import judge_for
+    from scalelong.metrics.features import features_named
+
+    store, how = open_store(data), member.judging
+    if how is None:
+        return experiment.train(member.config, store, member.folder)
+    features = features_named(how.features, None, experiment.default_device())
+    judge = judge_for(member.config, store, features, num=how.num, steps=how.steps)
+    return experiment.train(member.config, store, member.folder, judge=judge, judge_every=how.every)
+
+
 def run_all(
-    group: Sequence[Member], data: Path, *, workers: int, watch: Callable[[list[bool]], None]
+    group: Sequence[Member],
+    data: Path,
+    *,
+    workers: int,
+    watch: Callable[[list[bool]], None],
+    run: Callable[[Member, Path], bool] = run_one,
 ) -> list[bool]:
     """Train all, `workers` at a time, each in a process of one thread. `watch` is called twice a second."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
-        futures = [pool.submit(run_one, member, data) for member in group]
+        futures = [pool.submit(run, member, data) for member in group]
         try:
             while not all(future.done() for future in futures):
                 watch([future.done() for future in futures])
@@ -73,17 +102,6 @@ def run_all(
             for future in futures:
                 future.cancel()
         return list(_results(futures))
-
-
-def run_one(member: Member, data: Path) -> bool:
-    """Train one member; its samples are judged on pixels as it goes."""
-    from scalelong import experiment
-    from scalelong.judging import judge_for
-    from scalelong.metrics.features import PixelFeatures
-
-    store = open_store(data)
-    judge = judge_for(member.config, store, PixelFeatures(), num=_JUDGED_SAMPLES, steps=_JUDGED_STEPS)
-    return experiment.train(member.config, store, member.folder, judge=judge)
 
 
 def default_workers(device: str) -> int:

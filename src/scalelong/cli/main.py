@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from scalelong.cli import compare, evaluate, export, inspect, kappa, prepare, sample, theory, train
+from scalelong.cli import compare, evaluate, export, inspect, kappa, prepare, reproduce, sample, theory, train
 from scalelong.version import __version__
 
 app = typer.Typer(
@@ -33,6 +33,7 @@ for name, command, examples in (
     ("report", compare.report, compare.REPORT_EXAMPLES),
     ("theory", theory.theory, theory.EXAMPLES),
     ("kappa", kappa.kappa, kappa.EXAMPLES),
+    ("reproduce", reproduce.reproduce, reproduce.EXAMPLES),
 ):
     app.command(name, epilog=examples)(command)
 

@@ -1,0 +1,65 @@
+"""The kinds of pictures that the paper has: curves with a band over seeds, and bars beside the printed numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from scalelong.reproduce.plan import Data
+
+COLOURS = {"none": "C3", "1/√2": "C1", "CS": "C0", "LS": "C2", "CS reversed": "C4"}
+STYLE: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.constrained_layout.use": True,
+}
+
+
+def panels(count: int, *, height: float = 3.2) -> tuple[Any, Sequence[Any]]:
+    """A row of axes."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, count, figsize=(4.2 * count, height), squeeze=False)
+    return figure, axes[0]
+
+
+def draw_curves(axes: Any, found: Data, ylabel: str, *, log: bool = True) -> None:
+    """One line per variant: the mean over seeds, and their range as a band."""
+    for name, runs in found.items():
+        steps = sorted(set.intersection(*(set(run["steps"]) for run in runs))) if runs else []
+        table = [[dict(zip(run["steps"], run["values"], strict=True))[s] for run in runs] for s in steps]
+        if not table:
+            continue
+        colour = colour_of(name)
+        axes.plot(steps, [sum(row) / len(row) for row in table], color=colour, label=name, lw=1.4)
+        axes.fill_between(steps, list(map(min, table)), list(map(max, table)), color=colour, alpha=0.2, lw=0)
+    axes.set(xlabel="step", ylabel=ylabel, **({"yscale": "log"} if log else {}))
+    axes.legend(frameon=False, fontsize=8)
+
+
+def draw_bars(axes: Any, values: Mapping[str, Sequence[float]], title: str, ylabel: str) -> None:
+    """One bar per variant, its seeds as dots; the axis begins below the smallest, as differences are small."""
+    names = list(values)
+    means = [sum(values[name]) / len(values[name]) for name in names]
+    axes.bar(range(len(names)), means, color=[colour_of(name) for name in names], alpha=0.6)
+    for place, name in enumerate(names):
+        axes.plot([place] * len(values[name]), values[name], "k.", ms=4)
+    lowest = min(v for name in names for v in values[name])
+    axes.set_xticks(range(len(names)), names, rotation=25, ha="right")
+    axes.set(title=title, ylabel=ylabel, ylim=(0.8 * lowest, None))
+
+
+def draw_printed(axes: Any, printed: Mapping[str, float], title: str, ylabel: str) -> None:
+    """The paper's numbers in the same form."""
+    draw_bars(axes, {name: [value] for name, value in printed.items()}, title, ylabel)
+
+
+def colour_of(name: str) -> str:
+    """A scaling has its colour in every picture; other variants take theirs from their names."""
+    first = name.split(",")[0]
+    return COLOURS.get(first, f"C{5 + sum(map(ord, first)) % 5}")

@@ -1,0 +1,134 @@
+"""Beyond the paper: which of depth × learning rate × batch × scaling diverge, spike or train. One picture."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from itertools import product
+from typing import Any
+
+from scalelong.comparison import DIGITS_SETTINGS
+from scalelong.data.store import Store
+from scalelong.report.runs import read_run
+from scalelong.reproduce.drawing import panels
+from scalelong.reproduce.plan import SCALINGS, Data, Folders, Plan, Reproduction, Variant
+from scalelong.reproduce.running import DIVERGED
+from scalelong.stability.statements import Check, Statement
+
+DEPTHS, RATES, BATCHES = (4, 12, 20), ("1e-3", "3e-3", "1e-2", "3e-2"), (8, 32)
+NAMES = ("none", "CS", "LS")
+OUTCOMES = ("trains", "spikes", "diverges")
+_SPIKE, _LOST = 2.0, 0.5
+_RULE = (
+    "Cells (depth, rate, batch, seed) in which the unscaled net spikes or diverges are taken; a scaling buys "
+    "stability where it trains in more of these than it loses of the others."
+)
+
+
+def variants() -> tuple[Variant, ...]:
+    """The whole grid."""
+    return tuple(
+        Variant(
+            f"{name}, {depth}, {rate}, {batch}",
+            (
+                f"model.scaling={SCALINGS[name]}",
+                f"model.changes.num_layers={depth}",
+                f"train.lr={rate}",
+                f"train.batch_size={batch}",
+            ),
+        )
+        for depth, rate, batch, name in product(DEPTHS, RATES, BATCHES, NAMES)
+    )
+
+
+def outcome(losses: list[float], diverged: bool) -> str:
+    """Diverges: not finite, or in the end worse than predicting half the noise. Spikes: the loss, once it had
+    come down, rose to twice its median over what was left of training."""
+    if diverged or not losses or statistics.median(losses[-10:]) > _LOST:
+        return "diverges"
+    later = losses[len(losses) // 3 :]
+    return "spikes" if max(later) > _SPIKE * statistics.median(later) else "trains"
+
+
+def collect(folders: Folders, store: Store) -> Data:
+    """The outcome of every run."""
+    cells = []
+    for name, runs in folders.items():
+        scaling, depth, rate, batch = name.split(", ")
+        for seed, folder in enumerate(runs):
+            ended = folder / DIVERGED
+            losses = read_run(folder).series("loss")[1]
+            cells.append(
+                {
+                    "scaling": scaling,
+                    "depth": int(depth),
+                    "lr": rate,
+                    "batch": int(batch),
+                    "seed": seed,
+                    "outcome": outcome(losses, ended.is_file()),
+                    "last loss": statistics.median(losses[-10:]) if losses else None,
+                    "diverged at": json.loads(ended.read_text())["step"] if ended.is_file() else None,
+                }
+            )
+    return {"cells": cells}
+
+
+def draw(data: Data) -> Any:
+    """One panel per scaling: rows are depth and batch, columns the learning rate; a cell has a mark per seed."""
+    cells = data["cells"]
+    names = list(dict.fromkeys(cell["scaling"] for cell in cells))
+    rates = list(dict.fromkeys(cell["lr"] for cell in cells))
+    rows = sorted({(cell["batch"], cell["depth"]) for cell in cells})
+    colours = dict(zip(OUTCOMES, ("#4c9f70", "#e8b04a", "#b3392f"), strict=True))
+    figure, axes = panels(len(names), height=3.6)
+    for place, name in zip(axes, names, strict=True):
+        for cell in (c for c in cells if c["scaling"] == name):
+            x, y = rates.index(cell["lr"]) + 0.25 * (cell["seed"] - 1), rows.index((cell["batch"], cell["depth"]))
+            place.scatter(x, y, marker="s", s=60, color=colours[cell["outcome"]])
+        place.set_xticks(range(len(rates)), rates)
+        place.set_yticks(range(len(rows)), [f"batch {b}, depth {d}" for b, d in rows])
+        place.set(title=name, xlabel="learning rate", xlim=(-0.5, len(rates) - 0.5), ylim=(-0.6, len(rows) - 0.4))
+    for name in OUTCOMES:
+        axes[-1].scatter([], [], marker="s", color=colours[name], label=name)
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3)
+    return figure
+
+
+def judge(data: Data) -> Statement:
+    """What each scaling wins and loses against the unscaled net in the same cell."""
+    table = {(c["scaling"], c["depth"], c["lr"], c["batch"], c["seed"]): c["outcome"] for c in data["cells"]}
+    checks = []
+    for name in ("CS", "LS"):
+        pairs = [(out, table[(name, *key[1:])]) for key, out in table.items() if key[0] == "none"]
+        won = sum(plain != "trains" and scaled == "trains" for plain, scaled in pairs)
+        lost = sum(plain == "trains" and scaled != "trains" for plain, scaled in pairs)
+        unstable = sum(plain != "trains" for plain, _ in pairs)
+        found = (
+            f"of {unstable} unstable cells it trains {won}, of {len(pairs) - unstable} stable ones it loses {lost}"
+        )
+        checks.append(Check(f"the scaling is {name}", won > lost, found))
+    return Statement(name="regimes", claim=REPRODUCTION.claim, rule=_RULE, checks=checks)
+
+
+REPRODUCTION = Reproduction(
+    name="regimes",
+    title="Regimes: where skip scaling buys stability",
+    claim="Skip scaling widens the range of depth, learning rate and batch in which training is stable.",
+    small=Plan(
+        preset="digits",
+        settings=(
+            *DIGITS_SETTINGS,
+            "train.steps=300",
+            "train.sample_every=300",
+            "train.checkpoint_every=300",
+            "train.log_every=2",
+        ),
+        variants=variants(),
+        seeds=(0, 1, 2),
+        judging=None,
+    ),
+    full=None,
+    collect=collect,
+    draw=draw,
+    judge=judge,
+)

@@ -1,0 +1,40 @@
+"""What a reproduction leaves: its data, and the figure and the verdict that are made from that file alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from scalelong.data.files import write_whole
+from scalelong.reproduce.plan import Data, Reproduction
+from scalelong.stability.statements import Statement
+
+DATA, VERDICT, FIGURE = "data.json", "verdict.json", "figure"
+
+
+def write_data(folder: Path, values: Data, about: Data) -> None:
+    """The numbers, and how they came about."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / DATA, json.dumps({"about": about, "values": values}, indent=1, ensure_ascii=False) + "\n")
+
+
+def conclude(what: Reproduction, folder: Path) -> Statement:
+    """Read the data file; draw the figure and write the verdict beside it."""
+    file = folder / DATA
+    if not file.is_file():
+        raise ValueError(f"{folder} has no {DATA}; scalelong reproduce {what.name} makes it.")
+    values = json.loads(file.read_text())["values"]
+    statement = what.judge(values)
+    write_whole(folder / VERDICT, json.dumps(statement.as_dict(), indent=1, ensure_ascii=False) + "\n")
+    _save(what.draw(values), what, statement, folder)
+    return statement
+
+
+def _save(figure: Any, what: Reproduction, statement: Statement, folder: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure.suptitle(f"{what.title} — {statement.verdict}", fontsize=10, wrap=True)
+    for ending in ("svg", "png"):
+        figure.savefig(folder / f"{FIGURE}.{ending}", dpi=110)
+    plt.close(figure)
