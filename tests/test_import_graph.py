@@ -49,7 +49,7 @@ ALLOWED = {
         "skips",
         "stability",
         "training",
-    },  # fmt: skip
+    },
     "comparison": {"config", "data"},
     "caption_check": {"config", "data", "diffusion", "experiment"},
     "judging": {"config", "data", "experiment", "metrics"},

@@ -1,4 +1,4 @@
-"""The kinds of pictures that the paper has: curves with a band over seeds, and bars beside the printed numbers."""
+"""The paper's kinds of pictures: curves with a band over seeds, and values beside the printed numbers."""
 
 from __future__ import annotations
 
@@ -42,21 +42,20 @@ def draw_curves(axes: Any, found: Data, ylabel: str, *, log: bool = True) -> Non
     axes.legend(frameon=False, fontsize=8)
 
 
-def draw_bars(axes: Any, values: Mapping[str, Sequence[float]], title: str, ylabel: str) -> None:
-    """One bar per variant, its seeds as dots; the axis begins below the smallest, as differences are small."""
-    names = list(values)
-    means = [sum(values[name]) / len(values[name]) for name in names]
-    axes.bar(range(len(names)), means, color=[colour_of(name) for name in names], alpha=0.6)
-    for place, name in enumerate(names):
-        axes.plot([place] * len(values[name]), values[name], "k.", ms=4)
-    lowest = min(v for name in names for v in values[name])
-    axes.set_xticks(range(len(names)), names, rotation=25, ha="right")
-    axes.set(title=title, ylabel=ylabel, ylim=(0.8 * lowest, None))
+def draw_values(axes: Any, values: Mapping[str, Sequence[float]], title: str, ylabel: str) -> None:
+    """One column per variant: a dot for each seed, a bar at their mean."""
+    for place, (name, seeds) in enumerate(values.items()):
+        mean = sum(seeds) / len(seeds)
+        axes.plot([place] * len(seeds), seeds, "o", ms=5, color=colour_of(name), alpha=0.7)
+        axes.plot([place - 0.3, place + 0.3], [mean, mean], color=colour_of(name), lw=2)
+    axes.set_xticks(range(len(values)), list(values), rotation=25, ha="right")
+    axes.set(title=title, ylabel=ylabel, xlim=(-0.6, len(values) - 0.4))
+    axes.margins(y=0.2)
 
 
 def draw_printed(axes: Any, printed: Mapping[str, float], title: str, ylabel: str) -> None:
     """The paper's numbers in the same form."""
-    draw_bars(axes, {name: [value] for name, value in printed.items()}, title, ylabel)
+    draw_values(axes, {name: [value] for name, value in printed.items()}, title, ylabel)
 
 
 def colour_of(name: str) -> str:

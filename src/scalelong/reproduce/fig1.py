@@ -38,7 +38,7 @@ def collect(folders: Folders, store: Store) -> Data:
 
 
 def draw(data: Data) -> Any:
-    """Ours as curves, the paper's 30k steps as bars."""
+    """Ours as curves, the paper's 30k steps beside them."""
     figure, axes = panels(4)
     for place, depth in enumerate(DEPTHS):
         draw_curves(axes[2 * place], data[str(depth)], "‖h‖ at the outermost merge")

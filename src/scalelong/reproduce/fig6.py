@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scalelong.data.store import Store
-from scalelong.reproduce.drawing import draw_bars, panels
+from scalelong.reproduce.drawing import draw_values, panels
 from scalelong.reproduce.judging import below
 from scalelong.reproduce.plan import Data, Folders, Reproduction, Variant, full, scalings, small
 from scalelong.reproduce.running import last, quality
@@ -38,15 +38,15 @@ def collect(folders: Folders, store: Store) -> Data:
     values: dict[str, dict[str, list[float]]] = {}
     for name, runs in last(found["curves"]).items():
         scaling, _, setting = name.partition(", ")
-        values.setdefault(setting or "the recipe's batch, depth 12", {})[scaling] = runs
+        values.setdefault(setting or "the recipe's own", {})[scaling] = runs
     return {"measure": found["measure"], "values": values}
 
 
 def draw(data: Data) -> Any:
-    """Bars, one panel per setting. (The paper prints this figure without numbers.)"""
+    """One panel per setting. (The paper prints this figure without numbers.)"""
     figure, axes = panels(len(data["values"]))
     for place, (setting, values) in zip(axes, data["values"].items(), strict=True):
-        draw_bars(place, values, setting, data["measure"])
+        draw_values(place, values, setting, data["measure"])
     return figure
 
 

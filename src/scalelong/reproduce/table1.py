@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scalelong.data.store import Store
-from scalelong.reproduce.drawing import draw_bars, draw_printed, panels
+from scalelong.reproduce.drawing import draw_printed, draw_values, panels
 from scalelong.reproduce.judging import below
 from scalelong.reproduce.plan import Data, Folders, Reproduction, full, scalings, small
 from scalelong.reproduce.running import last, quality
@@ -34,7 +34,7 @@ def collect(folders: Folders, store: Store) -> Data:
 def draw(data: Data) -> Any:
     """Ours beside the paper's row for the same net."""
     figure, axes = panels(2)
-    draw_bars(axes[0], data["values"], "ours", data["measure"])
+    draw_values(axes[0], data["values"], "ours", data["measure"])
     printed = dict(zip(_NAMES, PAPER["CIFAR-10, U-ViT-S/2"], strict=True))
     draw_printed(axes[1], printed, "paper, CIFAR-10, U-ViT-S/2", "FID-50k")
     return figure

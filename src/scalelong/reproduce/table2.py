@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scalelong.data.store import Store
-from scalelong.reproduce.drawing import draw_bars, draw_printed, panels
+from scalelong.reproduce.drawing import draw_printed, draw_values, panels
 from scalelong.reproduce.judging import below
 from scalelong.reproduce.plan import Data, Folders, Reproduction, Variant, full, small
 from scalelong.reproduce.running import last, quality
@@ -41,7 +41,7 @@ def collect(folders: Folders, store: Store) -> Data:
 def draw(data: Data) -> Any:
     """Ours beside the paper's."""
     figure, axes = panels(2)
-    draw_bars(axes[0], data["values"], "ours", data["measure"])
+    draw_values(axes[0], data["values"], "ours", data["measure"])
     draw_printed(axes[1], PAPER, "paper, CIFAR-10, U-ViT-S/2", "FID-50k")
     return figure
 

@@ -1,0 +1,201 @@
+"""Verdicts follow from the data by their rules, and flip with it; figures are drawn from the data file alone."""
+
+import dataclasses
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from scalelong import experiment
+from scalelong.cli.main import app
+from scalelong.comparison import Judging
+from scalelong.reproduce import NAMES, fig5, fig7, regimes, reproduction_named
+from scalelong.reproduce.plan import Variant, scalings, small
+from scalelong.reproduce.running import DIVERGED, folders_of, is_done, train_all
+from scalelong.reproduce.writing import conclude, write_data
+from scalelong.skips.spec import parse_scaling
+
+
+def run(*values, steps=(100, 200)):
+    return {"steps": list(steps), "values": list(values)}
+
+
+def seeds(*values):
+    """Curves of one variant that end at these values."""
+    return [run(20.0, value) for value in values]
+
+
+def final(**values):
+    return {"measure": "pixel FID", "values": {name.replace("_", " "): list(v) for name, v in values.items()}}
+
+
+ROW = {"none": [5.0, 5.2], "1/√2": [4.6, 4.7], "CS": [4.0, 4.1], "LS": [4.2, 4.4]}
+WORSE = ROW | {"CS": [5.1, 5.3], "LS": [5.1, 5.3]}
+BLOCKS = {"stable 0.1": [5.0], "stable 0.3": [5.0], "ReZero": [4.0]}
+OTHERS = {name: [4.0] for name in ("r = 4", "r = 8", "ELU", "Mish", "scalar", "IE")}
+
+
+def cells(**outcomes):
+    cell = {"depth": 12, "lr": "1e-2", "batch": 8}
+    return {
+        "cells": [
+            cell | {"scaling": n, "seed": s, "outcome": o} for n, os in outcomes.items() for s, o in enumerate(os)
+        ]
+    }
+
+
+# name: data for which the claim holds, and data for which it does not, each with its verdict
+FLIPS = {
+    "fig1": (
+        {d: {"none": [run(9, 9)], "CS": [run(3, 3)], "LS": [run(4, 4)]} for d in ("12", "16")},
+        {d: {"none": [run(9, 9)], "CS": [run(9, 9.5)], "LS": [run(4, 4)]} for d in ("12", "16")},
+        "does not hold",
+    ),
+    "fig3a": ({"mean": 0.80}, {"mean": 0.70}, "does not hold"),
+    "fig3b": (
+        {"mean": 1.25, "share below 5": 0.97, "ratio of means": 1.22},
+        {"mean": 1.6, "share below 5": 0.97, "ratio of means": 1.22},
+        "holds only where the bound is meant",
+    ),
+    "fig3c": (
+        {"curves": {"none": [[2.0, 8.0]], "CS": [[2.0, 4.0]], "LS": [[3.0, 5.0]]}},
+        {"curves": {"none": [[2.0, 8.0]], "CS": [[2.0, 4.0]], "LS": [[1.0, 5.0]]}},
+        "holds only where the scaling is CS",
+    ),
+    "fig5": (
+        {"curves": {"none": [run(10, 5)], "CS": [run(5, 1)], "LS": [run(5, 4)]}},
+        {"curves": {"none": [run(10, 5)], "CS": [run(5, 1)], "LS": [run(9, 6)]}},
+        "holds only where the scaling is CS",
+    ),
+    "fig6": (
+        {"values": {"batch 8": ROW, "depth 16": ROW}},
+        {"values": {"batch 8": ROW, "depth 16": WORSE}},
+        "holds only where the setting is batch 8",
+    ),
+    "fig7": (
+        {"gates": [[0.7, 0.7, 0.5]]},
+        {"gates": [[0.95, 0.96, 0.97]]},
+        "does not hold",
+    ),
+    "table1": ({"values": ROW}, {"values": WORSE | {"1/√2": [9.0]}}, "does not hold"),
+    "table2": (
+        {"values": {"LS": [3.0], **OTHERS}},
+        {"values": {"LS": [3.0], **OTHERS, "IE": [2.9]}},
+        "holds only where " + "; or where ".join(f"LS against {name}" for name in list(OTHERS)[:-1]),
+    ),
+    "table3": (
+        {"values": {"CS": [3.0], "LS": [3.1], **BLOCKS}},
+        {"values": {"CS": [3.0], "LS": [4.1], **BLOCKS}},
+        "holds only where the alternative is stable 0.1; or where the alternative is stable 0.3",
+    ),
+    "table4": (
+        {"curves": {"CS": seeds(6.6, 6.7), "CS reversed": seeds(12.0, 12.1)}},
+        {"curves": {"CS": seeds(6.6, 12.05), "CS reversed": seeds(12.0, 12.1)}},
+        "does not hold",
+    ),
+    "regimes": (
+        cells(none=["diverges", "trains"], CS=["trains", "trains"], LS=["trains", "trains"]),
+        cells(none=["diverges", "trains"], CS=["trains", "trains"], LS=["trains", "spikes"]),
+        "holds only where the scaling is CS",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_verdicts_flip_with_the_data(name):
+    good, bad, verdict = FLIPS[name]
+    judge = reproduction_named(name).judge
+    assert judge(good).verdict == "holds"
+    assert judge(bad).verdict == verdict
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_variant_is_a_run_that_can_be_made(name, tmp_path):
+    what = reproduction_named(name)
+    for plan in (what.small, what.full):
+        for member in plan.members(tmp_path) if plan else []:
+            parse_scaling(member.config.model.scaling)
+    members = what.small.members(tmp_path) if what.small else []
+    assert len({m.folder for m in members}) == len(members)
+    if members and name != "regimes":  # which goes below depth 12 on purpose
+        assert all(m.config.model.changes.get("num_layers", 12) >= 12 for m in members)
+    assert not members or len({m.seed for m in members}) >= 3
+
+
+def test_figures_that_need_the_same_runs_share_them(tmp_path):
+    first, second = (reproduction_named(name).small.members(tmp_path) for name in ("table1", "fig1"))
+    configs = {m.folder: m.config for m in second}
+    assert all(configs[m.folder] == m.config for m in first)
+
+
+def test_where_a_curve_comes_down_to_a_goal():
+    assert fig5.first_reached([100, 200, 300], [10.0, 6.0, 2.0], 4.0) == 250
+    assert fig5.first_reached([100, 200], [10.0, 6.0], 20.0) == 100
+    assert fig5.first_reached([100, 200], [10.0, 6.0], 5.0) is None
+
+
+def test_outcomes_of_a_loss_curve():
+    falling = [1 / (1 + i / 10) for i in range(100)]
+    assert regimes.outcome(falling, diverged=False) == "trains"
+    assert regimes.outcome(falling, diverged=True) == "diverges"
+    assert regimes.outcome([*falling, 0.9, *falling[-20:]], diverged=False) == "spikes"
+    assert regimes.outcome([*falling, *[1.0] * 10], diverged=False) == "diverges"
+
+
+def test_an_unknown_name_gets_the_list():
+    with pytest.raises(ValueError, match="there is no figure or table named 'fig9'; there is fig1, fig3a"):
+        reproduction_named("fig9")
+
+
+def test_figure_and_verdict_are_made_from_the_data_file(tmp_path):
+    values = {"measure": "pixel FID", "values": ROW}
+    write_data(tmp_path / "table1", values, {})
+    arguments = ["reproduce", "table1", "--from-data", "--out", str(tmp_path), "--json"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert json.loads(result.stdout)["verdict"] == "holds"
+    assert (tmp_path / "table1/figure.png").stat().st_size > 1000
+    verdict = json.loads((tmp_path / "table1/verdict.json").read_text())
+    assert verdict == json.loads(result.stdout)
+
+
+def tiny(variants, **changes):
+    plan = small(variants)
+    settings = ("train.steps=4", "model.changes.hidden_size=16", "model.changes.num_layers=4", "train.log_every=2",
+                "train.monitor_every=2", "train.sample_every=4", "train.checkpoint_every=4")  # fmt: skip
+    plan = dataclasses.replace(plan, settings=(*plan.settings, *settings), seeds=(0,), **changes)
+    return dataclasses.replace(plan, judging=Judging("pixels", 16, 2, 2))
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_where_it_was_and_a_diverged_run_is_a_result(tmp_path):
+    store = experiment.open_data(None)
+    lost = Variant("lost", ("train.lr=1e30", "train.warmup_steps=0"))
+    group = tiny([*scalings(["none", "LS"]), lost]).members(tmp_path)
+    assert train_all(group[:1], store, 1)
+    before = {f: f.stat().st_mtime_ns for f in group[0].folder.rglob("*") if f.is_file()}
+    assert train_all(group, store, 2)
+    assert all(map(is_done, group))
+    assert {f: f.stat().st_mtime_ns for f in before} == before  # what was done was left alone
+    assert json.loads((group[2].folder / DIVERGED).read_text())["step"] < 4
+    gates = fig7.collect(folders_of(group[1:2]) | {"LS": [group[1].folder]}, store)["gates"]
+    assert len(gates[0]) == 2
+    assert all(0.3 < gate < 0.7 for gate in gates[0])
+    data = reproduction_named("fig5").collect(folders_of(group[:2]), store)
+    assert data["curves"]["none"][0]["steps"] == [2, 4]
+
+
+@pytest.mark.slow
+def test_extra_noise_worsens_samples(tmp_path):
+    store = experiment.open_data(None)
+    group = tiny(scalings(["none"])).members(tmp_path)
+    train_all(group, store, 1)
+    what = reproduction_named("fig3c")
+    write_data(tmp_path / "fig3c", what.collect(folders_of(group), store), {})
+    (curve,) = json.loads((tmp_path / "fig3c/data.json").read_text())["values"]["curves"]["none"]
+    assert len(curve) == 4
+    assert curve[0] != curve[-1]
+
+
+def test_a_folder_without_data_is_named(tmp_path):
+    with pytest.raises(ValueError, match="has no data.json; scalelong reproduce fig1 makes it"):
+        conclude(reproduction_named("fig1"), tmp_path)
