@@ -18,7 +18,7 @@ import typer
 from benchmarks.measure import hardware
 from scalelong import experiment
 from scalelong.data.store import Store, open_store
-from scalelong.metrics.evaluate import batches, images_of, quality_of, reference_of
+from scalelong.metrics.evaluate import batches, images_of, quality_of, reference_of, statistics_folder
 from scalelong.metrics.features import features_named
 
 
@@ -34,7 +34,7 @@ def main(
     network = features_named(features, inception, experiment.default_device())
     sides = open_store(images), open_store(data)
     network(images_of(sides[1], 0, min(batch, len(sides[1]))))  # the first call sets the network up
-    reference, data_s = timed(lambda: reference_of(sides[1], network))
+    reference, data_s = timed(lambda: reference_of(sides[1], network, statistics_folder()))
     found, images_s = timed(
         lambda: quality_of(drawn(sides[0], batch), reference, network, how_sampled=sides[0].manifest.source)
     )
