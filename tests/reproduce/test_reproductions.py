@@ -140,6 +140,7 @@ def test_outcomes_of_a_loss_curve():
     assert regimes.outcome(falling, diverged=True) == "diverges"
     assert regimes.outcome([*falling, 0.9, *falling[-20:]], diverged=False) == "spikes"
     assert regimes.outcome([*falling, *[1.0] * 10], diverged=False) == "diverges"
+    assert regimes.outcome([1.0 - i / 1000 for i in range(100)], diverged=False) == "has not learned yet"
 
 
 def test_an_unknown_name_gets_the_list():

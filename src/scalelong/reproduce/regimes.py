@@ -17,11 +17,11 @@ from scalelong.stability.statements import Check, Statement
 
 DEPTHS, RATES, BATCHES = (4, 12, 20), ("1e-3", "3e-3", "1e-2", "3e-2"), (8, 32)
 NAMES = ("none", "CS", "LS")
-OUTCOMES = ("trains", "spikes", "diverges")
+OUTCOMES = ("trains", "has not learned yet", "spikes", "diverges")
 _SPIKE, _LOST = 2.0, 0.5
 _RULE = (
-    "Cells (depth, rate, batch, seed) in which the unscaled net spikes or diverges are taken; a scaling buys "
-    "stability where it trains in more of these than it loses of the others."
+    "A scaling buys stability where, of the cells (depth, rate, batch, seed) in which the unscaled net spikes or "
+    "diverges, it is stable in more than it is unstable of the others."
 )
 
 
@@ -42,12 +42,27 @@ def variants() -> tuple[Variant, ...]:
 
 
 def outcome(losses: list[float], diverged: bool) -> str:
-    """Diverges: not finite, or in the end worse than predicting half the noise. Spikes: the loss, once it had
-    come down, rose to twice its median over what was left of training."""
-    if diverged or not losses or statistics.median(losses[-10:]) > _LOST:
+    """What a curve of losses shows; predicting nothing has the loss 1.
+
+    Diverges: not finite, or in the end above ½ and twice the best it had come to. Has not learned yet: above ½, but
+    never much better. Spikes: in the last two thirds it rose to twice its median there.
+    """
+    if diverged or not losses:
         return "diverges"
+    end, best = statistics.median(losses[-10:]), min(map(statistics.median, _tens(losses)))
+    if end > _LOST:
+        return "diverges" if end > _SPIKE * best else "has not learned yet"
     later = losses[len(losses) // 3 :]
     return "spikes" if max(later) > _SPIKE * statistics.median(later) else "trains"
+
+
+def _tens(losses: list[float]) -> list[list[float]]:
+    return [losses[i : i + 10] for i in range(0, len(losses), 10)]
+
+
+def is_unstable(found: str) -> bool:
+    """Slow is not unstable."""
+    return found in ("spikes", "diverges")
 
 
 def collect(folders: Folders, store: Store) -> Data:
@@ -79,7 +94,7 @@ def draw(data: Data) -> Any:
     names = list(dict.fromkeys(cell["scaling"] for cell in cells))
     rates = list(dict.fromkeys(cell["lr"] for cell in cells))
     rows = sorted({(cell["batch"], cell["depth"]) for cell in cells})
-    colours = dict(zip(OUTCOMES, ("#4c9f70", "#e8b04a", "#b3392f"), strict=True))
+    colours = dict(zip(OUTCOMES, ("#4c9f70", "#9aa5b1", "#e8b04a", "#b3392f"), strict=True))
     figure, axes = panels(len(names), height=3.6)
     for place, name in zip(axes, names, strict=True):
         for cell in (c for c in cells if c["scaling"] == name):
@@ -90,7 +105,7 @@ def draw(data: Data) -> Any:
         place.set(title=name, xlabel="learning rate", xlim=(-0.5, len(rates) - 0.5), ylim=(-0.6, len(rows) - 0.4))
     for name in OUTCOMES:
         axes[-1].scatter([], [], marker="s", color=colours[name], label=name)
-    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3)
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=4)
     return figure
 
 
@@ -100,12 +115,10 @@ def judge(data: Data) -> Statement:
     checks = []
     for name in ("CS", "LS"):
         pairs = [(out, table[(name, *key[1:])]) for key, out in table.items() if key[0] == "none"]
-        won = sum(plain != "trains" and scaled == "trains" for plain, scaled in pairs)
-        lost = sum(plain == "trains" and scaled != "trains" for plain, scaled in pairs)
-        unstable = sum(plain != "trains" for plain, _ in pairs)
-        found = (
-            f"of {unstable} unstable cells it trains {won}, of {len(pairs) - unstable} stable ones it loses {lost}"
-        )
+        won = sum(is_unstable(plain) and not is_unstable(scaled) for plain, scaled in pairs)
+        lost = sum(not is_unstable(plain) and is_unstable(scaled) for plain, scaled in pairs)
+        unstable = sum(is_unstable(plain) for plain, _ in pairs)
+        found = f"it mends {won} of {unstable} unstable cells, and spoils {lost} of {len(pairs) - unstable} others"
         checks.append(Check(f"the scaling is {name}", won > lost, found))
     return Statement(name="regimes", claim=REPRODUCTION.claim, rule=_RULE, checks=checks)
 
