@@ -59,6 +59,7 @@ class SamplingConfig:
     guidance: float = 1.0
 
 
+PARALLELS = ("ddp", "fsdp")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 EXECUTIONS = ("auto", "eager", "compiled", "captured")
 
@@ -68,7 +69,8 @@ class TrainConfig:
     """The recipe. One step is one update of the weights, over `batch_size` images in `accumulate` pieces.
 
     `precision` and `execution` decide how fast, not what: "auto" is fp32 and eager on a CPU, bf16 and a captured
-    graph of the compiled step on a GPU.
+    graph of the compiled step on a GPU. `parallel` is what several processes do: each holds all weights (ddp) or a
+    part of them (fsdp).
     """
 
     steps: int
@@ -81,6 +83,7 @@ class TrainConfig:
     accumulate: int = 1
     precision: str = "auto"
     execution: str = "auto"
+    parallel: str = "ddp"
     checkpoint_activations: bool = False
     ema_rates: tuple[float, ...] = (0.999, 0.9999)
     ema_warmup: bool = False
@@ -108,6 +111,7 @@ class TrainConfig:
         _require(all(0 <= b < 1 for b in self.betas), "train.betas lie in [0, 1)", self.betas)
         _require(self.steps < 10**12, "train.steps is below 10^12", self.steps)
         _require(self.precision in PRECISIONS, f"train.precision is one of {', '.join(PRECISIONS)}", self.precision)
+        _require(self.parallel in PARALLELS, f"train.parallel is one of {', '.join(PARALLELS)}", self.parallel)
         _require(self.execution in EXECUTIONS, f"train.execution is one of {', '.join(EXECUTIONS)}", self.execution)
         _require(
             (self.precision, self.execution) != ("fp16", "captured"),

@@ -9,9 +9,10 @@ store ─▶ loader ─▶ noise process ─▶ backbone ⟵ skips (the method)
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,15 @@ from scalelong.training.ema import EMA, default_rate
 from scalelong.training.fit import CHECKPOINTS, Event, Fit, Progress
 from scalelong.training.log import NoLog, RunLog, environment, read_metrics
 from scalelong.training.posthoc import SNAPSHOTS, reconstruct
+from scalelong.training.sharding import gather_into, is_sharded
 from scalelong.training.step import Stepper
 from scalelong.training.trackers import check_logger
 from scalelong.world import World, joined, local_device
 
 CONFIG, ENVIRONMENT, SAMPLES, TEXT = "config.json", "environment.json", "samples", "text.safetensors"
-# May differ between a run and its resumption: they change how long and how often, not what is computed.
-_MAY_CHANGE = ("steps", "log_every", "sample_every", "checkpoint_every", "keep_checkpoints", "execution")
+# May differ between a run and its resumption: they change how long, how often and where, not what is computed.
+_HOW_OFTEN = ("steps", "log_every", "sample_every", "checkpoint_every", "keep_checkpoints")
+_MAY_CHANGE = (*_HOW_OFTEN, "execution", "parallel")
 
 
 def train(
@@ -85,7 +88,8 @@ def _train(
     text = kept_text(store) if config.data.condition == "text" else None
     if world.is_first:
         check_folder(config, out, text)
-    model = build_model(config, device)
+    # Shards go to the device block by block: the whole model need not fit there.
+    model = build_model(config, "cpu" if is_sharded(config.train, world) else device)
     loader = loader_for(config, store, device)
     fit = Fit(config, Stepper(model, process_of(config), loader, config.train, world), out)
     if world.is_first:
@@ -110,7 +114,23 @@ def _events(
     context: Context | None,
 ) -> list[Event]:
     """What is made as a run trains: pictures, what post-hoc averages are made of, figures of quality."""
-    out, model = fit.folder, fit.model
+    out = fit.folder
+    first = fit.world.is_first
+
+    @functools.cache
+    def plain_model() -> nn.Module:
+        return build_model(config, str(fit.stepper.loader.device))
+
+    @contextlib.contextmanager
+    def averaged(ema: EMA) -> Iterator[nn.Module | None]:
+        """The model with an average, in the first process. One in parts lends them to a plain one there."""
+        if not fit.stepper.sharded:
+            with ema.applied_to(fit.model) if first else contextlib.nullcontext() as model:
+                yield model
+            return
+        model = plain_model() if first else None
+        gather_into(model, ema.weights)
+        yield model
 
     def settled() -> EMA:
         rate = default_rate(list(config.train.ema_rates), fit.step)
@@ -120,12 +140,13 @@ def _events(
         return out / SAMPLES / f"step-{step:09d}.png"
 
     def save_grid(step: int) -> None:
-        with settled().applied_to(model):
-            write_grid(draw(config, model, 16, seed=0, context=context), grid_of(step))
+        with averaged(settled()) as model:
+            if model is not None:
+                write_grid(draw(config, model, 16, seed=0, context=context), grid_of(step))
 
     def keep_snapshot(step: int) -> None:
         tensors = {power.name: power.weights for power in fit.stepper.powers}
-        checkpoint.save(out / SNAPSHOTS, tensors, {"step": step}, keep=1_000_000)
+        fit.write(SNAPSHOTS, tensors, {"step": step}, keep=1_000_000)
 
     def no_snapshot(step: int) -> bool:
         return not checkpoint.folder_of(out / SNAPSHOTS, step).is_dir()
@@ -133,8 +154,8 @@ def _events(
     def write_quality(step: int) -> None:
         found: dict[str, float] = {"ema": settled().rate}
         for ema in fit.emas:
-            with ema.applied_to(model):
-                figures = judge(model)  # type: ignore[misc]
+            with averaged(ema) as model:
+                figures = judge(model) if model is not None else {}  # type: ignore[misc]
             found |= {f"{name} at {ema.rate}": value for name, value in figures.items()}
             found |= figures if ema is settled() else {}
         log.write(step, quality=found)

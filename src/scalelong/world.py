@@ -55,6 +55,14 @@ class World:
         dist.all_gather(found, padded)
         return [part[: int(size)] for part, size in zip(found, sizes, strict=True)]
 
+    def gather_objects(self, thing: Any) -> list[Any]:
+        """Each process' names, numbers and the like, in their order, on each of them."""
+        if self.size == 1:
+            return [thing]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, thing)
+        return found
+
     def share(self, total: int) -> range:
         """This process' numbers among 0 … total - 1: equal parts one after the other, but for a remainder."""
         first, last = (total * i // self.size for i in (self.rank, self.rank + 1))

@@ -118,7 +118,7 @@ def _scale_skips(
 def _check_block_types(model: Any) -> None:
     for blocks, tested in ((model.down_blocks, _DOWN_BLOCKS), (model.up_blocks, _UP_BLOCKS)):
         for block in blocks:
-            if type(block).__name__ not in tested:
+            if not any(cls.__name__ in tested for cls in type(block).__mro__):  # FSDP makes a subclass
                 raise UnsupportedModelError(
                     f"{type(block).__name__} is not a block that skip scaling was tested with; "
                     f"it takes {', '.join(tested)}."

@@ -23,7 +23,7 @@ class BranchScale(nn.Module):
         super().__init__()
         self.constant = constant
         if constant is None:
-            self.alpha = nn.Parameter(torch.zeros(()))
+            self.alpha = nn.Parameter(torch.zeros(1))  # [1], not 0-d, which FSDP does not shard
 
     def forward(self, branch: Tensor) -> Tensor:
         """The scaled branch; a constant of exactly 1 costs nothing."""

@@ -34,7 +34,7 @@ def sync(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """The folder and every file in it."""
-    for file in folder.iterdir():
-        sync(file)
+    """The folder and everything in it."""
+    for path in folder.rglob("*"):
+        sync(path)
     sync(folder)

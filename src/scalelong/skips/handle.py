@@ -60,7 +60,9 @@ class AppliedScaling:
         scales = self.scales
         if not any(scale.reads_skip for scale in scales):
             return [
-                scale.scale.detach().clone() if isinstance(scale, LearnedScale) else torch.tensor(scale.number())
+                scale.scale.detach().clone().squeeze()
+                if isinstance(scale, LearnedScale)
+                else torch.tensor(scale.number())
                 for scale in scales
             ]
         if not inputs and not named_inputs:

@@ -49,12 +49,12 @@ class FixedScale(SkipScale):
 
 
 class LearnedScale(SkipScale):
-    """One learned number (Table 2)."""
+    """One learned number (Table 2). Its shape is [1]: FSDP shards along the first dimension, and 0-d has none."""
 
     def __init__(self, init: float = 1.0, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.init = init
-        self.scale = nn.Parameter(torch.empty((), device=device, dtype=dtype))
+        self.scale = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

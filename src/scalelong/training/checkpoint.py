@@ -1,6 +1,8 @@
 """Checkpoints that survive being killed: written aside, synced, renamed, and only then are old ones pruned.
 
-Tensors are safetensors, scalars JSON, and a manifest has a checksum of each file; nothing is pickled.
+Tensors are safetensors, scalars JSON, and a manifest has a checksum of each file; nothing is pickled. A group of
+tensors is a file, `model.safetensors`, or where processes hold parts of them (FSDP) a folder, `model/`, with a file
+of each. Either is read into whole tensors or into the parts of any number of processes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from scalelong.data.files import sha256, sync, sync_folder
+from scalelong.training import parts
+from scalelong.training.sharding import fill
+from scalelong.world import World
 
 MANIFEST, STATE = "manifest.json", "state.json"
 _PREFIX, _PARTIAL, _REPLACED = "step-", ".partial-", ".replaced-"
@@ -39,46 +44,114 @@ class Checkpoint:
         return int(self.state["step"])
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one file, by name."""
+        """The whole tensors of one group, by name."""
         from safetensors.torch import load_file
 
-        return load_file(self.folder / f"{name}.safetensors")
+        if not self._in_parts(name):
+            return load_file(self.folder / f"{name}.safetensors")
+        found = parts.empty_wholes(self.folder / name)
+        parts.read_parts(self.folder / name, found)
+        return found
+
+    def load_into(self, name: str, targets: Mapping[str, Tensor]) -> None:
+        """Fill a group's tensors, whole ones or this process' parts of them."""
+        if different := sorted(self.keys(name) ^ targets.keys()):
+            raise CheckpointError(f"{self.folder} and the model do not belong together: {name} has {different[0]}.")
+        if self._in_parts(name):
+            parts.read_parts(self.folder / name, targets)
+            return
+        saved = self.tensors(name)
+        for key, target in targets.items():
+            fill(target, saved[key])
+
+    def keys(self, name: str) -> set[str]:
+        """The names of a group's tensors."""
+        return set(parts.empty_wholes(self.folder / name) if self._in_parts(name) else self.tensors(name))
+
+    def _in_parts(self, name: str) -> bool:
+        return (self.folder / name).is_dir()
 
 
-def save(root: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], keep: int) -> Path:
-    """Write `root/step-N`, N from the state, and prune all but the newest `keep`. Whole or not at all."""
-    from safetensors.torch import save_file
+def save(
+    root: Path,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+    keep: int,
+    *,
+    world: World | None = None,
+    sharded: bool = False,
+) -> Path:
+    """Write `root/step-N`, N from the state, and prune all but the newest `keep`. Whole or not at all.
 
-    root.mkdir(parents=True, exist_ok=True)
+    All processes call it. The first one writes, or all do where the tensors are `sharded`; they leave together.
+    """
+    world = world or World()
     final = folder_of(root, state["step"])
     work = root / f"{_PARTIAL}{final.name}"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
     try:
-        for name, group in tensors.items():
-            save_file({key: t.detach().contiguous() for key, t in group.items()}, work / f"{name}.safetensors")
-        (work / STATE).write_text(json.dumps(dict(state)))
-        sums = {file.name: sha256(file) for file in sorted(work.iterdir())}
-        (work / MANIFEST).write_text(json.dumps(sums, indent=1))
-        sync_folder(work)
-        before = root / f"{_REPLACED}{final.name}"
-        if final.exists():  # the same step again: what is there may be broken, or the only one
-            shutil.rmtree(before, ignore_errors=True)
-            final.rename(before)
-        try:
-            work.rename(final)
-        except BaseException:
-            if before.exists():
-                before.rename(final)
-            raise
-        sync(root)
-        shutil.rmtree(before, ignore_errors=True)
+        if world.is_first:
+            root.mkdir(parents=True, exist_ok=True)
+            for left in root.glob(f"{_PARTIAL}*"):  # by a run that was killed while it wrote
+                shutil.rmtree(left, ignore_errors=True)
+            work.mkdir()
+        world.wait()
+        if sharded:
+            sums = _write_parts(work, tensors, world)
+        elif world.is_first:
+            sums = _write_whole(work, tensors)
+        if world.is_first:
+            _finish(work, final, state, sums)
     except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
+        if world.is_first:
+            shutil.rmtree(work, ignore_errors=True)
         raise
-    for old in _folders(root)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    if world.is_first:
+        for old in _folders(root)[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+    world.wait()
     return final
+
+
+def _write_whole(work: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+    """Each group as one file; their checksums."""
+    from safetensors.torch import save_file
+
+    for name, group in tensors.items():
+        save_file({key: t.detach().contiguous() for key, t in group.items()}, work / f"{name}.safetensors")
+    return {file.name: sha256(file) for file in sorted(work.iterdir())}
+
+
+def _write_parts(work: Path, tensors: Mapping[str, Mapping[str, Tensor]], world: World) -> dict[str, str]:
+    """Each group as a folder, to which each process gives a file; the checksums of all."""
+    for name, group in tensors.items():
+        parts.write_parts(work / name, group)
+    files = [file for name in tensors for file in parts.files_of(work / name, world.rank)]
+    mine = {file.relative_to(work).as_posix(): sha256(file) for file in files}
+    return {name: checksum for sums in world.gather_objects(mine) for name, checksum in sums.items()}
+
+
+def _finish(work: Path, final: Path, state: Mapping[str, Any], sums: dict[str, str]) -> None:
+    """Add the scalars and the manifest, and put the folder in its place."""
+    if missing := [name for name in sums if not (work / name).is_file()]:
+        raise CheckpointError(
+            f"the first process does not see {work / missing[0]}, which another one wrote; "
+            "all processes write checkpoints to one folder that all of them see."
+        )
+    (work / STATE).write_text(json.dumps(dict(state)))
+    (work / MANIFEST).write_text(json.dumps({**sums, STATE: sha256(work / STATE)}, indent=1))
+    sync_folder(work)
+    before = final.with_name(f"{_REPLACED}{final.name}")
+    if final.exists():  # the same step again: what is there may be broken, or the only one
+        shutil.rmtree(before, ignore_errors=True)
+        final.rename(before)
+    try:
+        work.rename(final)
+    except BaseException:
+        if before.exists():
+            before.rename(final)
+        raise
+    sync(final.parent)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def folder_of(root: Path, step: int) -> Path:

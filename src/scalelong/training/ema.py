@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -30,11 +30,6 @@ class EMA:
         if not self.warmup:
             return keep * (1 - self.rate)
         return keep * torch.clamp(9 / (10 + step), min=1 - self.rate)
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from saved averages, matched by name."""
-        for name, average in self.weights.items():
-            average.copy_(tensors[name])
 
     @contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Event:
     """Something made every `interval` steps and at the end: samples and the like."""
 
     interval: int
-    make: Callable[[int], None]
+    make: Callable[[int], None]  # called in every process: one that holds a part of the weights must lend it
     lacking: Callable[[int], bool]  # whether a run that ended at this step still lacks it
 
 
@@ -61,10 +61,10 @@ class Fit:
         found = checkpoint.load_latest(self.folder / CHECKPOINTS)
         if found is None:
             return 0
-        self.model.load_state_dict(found.tensors("model"))
+        found.load_into("model", self.model.state_dict())
         for ema in self.stepper.averages:
-            ema.load(found.tensors(ema.name))
-        _load_optimiser(self.stepper, found.tensors("optimiser"))
+            found.load_into(ema.name, ema.weights)
+        _load_optimiser(self.stepper, found)
         self.stepper.scaler.load_state_dict(found.state["scaler"])
         self.oscillation.load(found.state["oscillation"])
         self.recent = [torch.tensor(loss, device=self.stepper.loader.device) for loss in found.state["recent"]]
@@ -81,9 +81,11 @@ class Fit:
             "oscillation": self.oscillation.state(),
             "recent": [loss.item() for loss in self.recent],
         }
-        if self.world.is_first:
-            checkpoint.save(self.folder / CHECKPOINTS, tensors, state, self.config.keep_checkpoints)
-        self.world.wait()
+        self.write(CHECKPOINTS, tensors, state, self.config.keep_checkpoints)
+
+    def write(self, where: str, tensors: Mapping[str, Mapping[str, Tensor]], state: Any, keep: int) -> None:
+        """Write tensors of the run, whole or in parts, as a checkpoint in a folder of it."""
+        checkpoint.save(self.folder / where, tensors, state, keep, world=self.world, sharded=self.stepper.sharded)
 
     def run(
         self,
@@ -129,9 +131,10 @@ class Fit:
         return True
 
     def _make(self, events: Sequence[Event], only_lacking: bool = False) -> None:
-        """The first process makes them, and alone looks what is lacking: it changes that as the others look."""
+        """All make them together. The first alone looks what is lacking: it changes that as the others look."""
         for event in events:
-            if self.world.is_first and (not only_lacking or event.lacking(self.step)):
+            wanted = self.world.is_first and (not only_lacking or event.lacking(self.step))
+            if self.world.any(wanted, self.stepper.loader.device):
                 event.make(self.step)
                 self.model.train()
             self.world.wait()
@@ -207,11 +210,12 @@ def _optimiser_tensors(stepper: Stepper) -> dict[str, Tensor]:
     return {f"{name}/{key}": value for name, p in named for key, value in state[p].items()}
 
 
-def _load_optimiser(stepper: Stepper, tensors: dict[str, Tensor]) -> None:
+def _load_optimiser(stepper: Stepper, found: checkpoint.Checkpoint) -> None:
+    """Make Adam's moments as it would, and fill them. One that has seen no gradient has none yet."""
+    saved = found.keys("optimiser")
     for name, p in stepper.model.named_parameters():
-        keys = ("step", "exp_avg", "exp_avg_sq")
-        state = {key: tensors[f"{name}/{key}"] for key in keys if f"{name}/{key}" in tensors}
-        if state:
+        if f"{name}/step" in saved:
             # Moments lie in memory as their parameter does (channels last, say): the fused kernel pairs them so.
-            laid = {key: torch.empty_like(p).copy_(value) for key, value in state.items() if key != "step"}
-            stepper.optimiser.state[p] = {"step": state["step"].to(p.device), **laid}
+            moments = {key: torch.zeros_like(p, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
+            stepper.optimiser.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+    found.load_into("optimiser", _optimiser_tensors(stepper))

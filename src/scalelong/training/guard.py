@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scalelong.training.sharding import part
+
 NOT_AGAIN = "it did not happen again when repeated"
 
 
@@ -30,8 +32,12 @@ class NonFiniteError(FloatingPointError):
         return type(self), (self.step, self.what, self.culprit)
 
 
-def find_culprit(model: nn.Module, loss: Callable[[], Tensor]) -> str:
-    """Run the step again under watch, and name the first module whose output or gradient is not finite."""
+def find_culprit(model: nn.Module, loss: Callable[[], Tensor], anywhere: Callable[[bool], bool] = bool) -> str:
+    """Run the step again under watch, and name the first module whose output or gradient is not finite.
+
+    `anywhere` tells whether something is true in any process: they stop looking together, as each may need the
+    others to go on.
+    """
     names = {module: name or type(model).__name__ for name, module in model.named_modules()}
     forward: list[str] = []
     backward: list[str] = []
@@ -49,10 +55,13 @@ def find_culprit(model: nn.Module, loss: Callable[[], Tensor]) -> str:
             stack.callback(module.register_forward_hook(after_forward).remove)
         with torch.no_grad():
             value = loss()
+    stopped = anywhere(bool(forward) or not value.isfinite())
     if forward:
         return f"the first module with a non-finite output is {forward[0]}"
     if not value.isfinite():
         return "every module's output is finite, so the target or the loss itself is not"
+    if stopped:
+        return NOT_AGAIN
     model.zero_grad()
     with ExitStack() as stack:
         for module in names:
@@ -60,7 +69,7 @@ def find_culprit(model: nn.Module, loss: Callable[[], Tensor]) -> str:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's remarks on hooks at the edges of the graph
         loss().backward()
-    bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    bad = [name for name, p in model.named_parameters() if p.grad is not None and not part(p.grad).isfinite().all()]
     model.zero_grad()
     if backward:
         return f"the first module with a non-finite gradient is {backward[0]}"

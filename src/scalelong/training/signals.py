@@ -20,6 +20,7 @@ from scalelong.skips.apply import scaling_of
 from scalelong.skips.attach import adapter_for
 from scalelong.skips.scalers import FixedScale
 from scalelong.skips.sites import LongSkip
+from scalelong.training.sharding import whole
 from scalelong.world import World
 
 Signals = dict[str, float]
@@ -85,7 +86,7 @@ class Observer:
             values[f"skip to main/{index}"] = values[f"skip norm/{index}"] / values[f"main norm/{index}"]
         for skip in self.skips:
             gradients = [p.grad for p in skip.block.parameters() if p.grad is not None]
-            values[f"merge gradient/{skip.index}"] = torch.nn.utils.get_total_norm(gradients).float()
+            values[f"merge gradient/{skip.index}"] = total_norm(gradients).float()
         values |= {f"gradient/{block}": norm for block, norm in gradient_norms(self.model).items()}
         self.means.clear()
         self.squares.clear()
@@ -107,7 +108,12 @@ def gradient_norms(model: nn.Module) -> dict[str, Tensor]:
         if p.grad is not None:
             parts = name.split(".")
             groups[".".join(parts[:2]) if len(parts) > 1 and parts[1].isdigit() else parts[0]].append(p.grad)
-    return {block: torch.nn.utils.get_total_norm(grads).float() for block, grads in groups.items()}
+    return {block: total_norm(grads).float() for block, grads in groups.items()}
+
+
+def total_norm(gradients: list[Tensor]) -> Tensor:
+    """The norm of all gradients together; of whole ones, where processes hold parts."""
+    return whole(torch.nn.utils.get_total_norm(gradients))
 
 
 class Oscillation:

@@ -23,8 +23,10 @@ from scalelong.diffusion.process import Example, Process
 from scalelong.skips.apply import scaling_of
 from scalelong.training.ema import EMA, move_averages
 from scalelong.training.guard import NOT_AGAIN, NonFiniteError, find_culprit
+from scalelong.training.parts import check_available
 from scalelong.training.posthoc import PROFILES, PowerEMA
-from scalelong.training.signals import Observer, Signals
+from scalelong.training.sharding import is_sharded, part, shard
+from scalelong.training.signals import Observer, Signals, total_norm
 from scalelong.world import World
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,6 +46,10 @@ class Stepper:
         self.loader = loader
         self.config = config = resolved_for(config, loader.device.type, self.world.size)
         self.observer = Observer(model)
+        self.sharded = is_sharded(config, self.world)
+        if self.sharded:  # first: what is made from the weights is then in parts too
+            check_available()
+            shard(model, loader.device, _DTYPES.get(config.precision))
         self.emas = [EMA(model, rate, warmup=config.ema_warmup) for rate in config.ema_rates]
         self.powers = [PowerEMA(model, width) for width in PROFILES] if config.posthoc_every else []
         self.averages = [*self.emas, *self.powers]
@@ -60,7 +66,7 @@ class Stepper:
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
         compile_it = partial(torch.compile, dynamic=False)
         compiled: Callable[..., Any] = _as_it_is if config.execution == "eager" else compile_it
-        self.wrapped = self.world.wrap(model)
+        self.wrapped = model if self.sharded else self.world.wrap(model)
         self.forward = compiled(self.wrapped)
         self._draw = compiled(self._draw_batch)
         self._average = compiled(move_averages)
@@ -107,7 +113,7 @@ class Stepper:
 
         what = "loss" if self.bad_loss.item() else "gradient"
         with self._unsynchronised():
-            culprit = find_culprit(self.model, again)
+            culprit = find_culprit(self.model, again, lambda bad: self.world.any(bad, self.loader.device))
         found = torch.tensor([culprit != NOT_AGAIN], dtype=torch.int64, device=self.loader.device)
         ranks = [rank for rank, there in enumerate(self.world.gather(found)) if there]
         if culprit == NOT_AGAIN and ranks:  # another process had the images that did it
@@ -164,7 +170,7 @@ class Stepper:
         self.optimiser.zero_grad(set_to_none=True)
         loss = self.world.mean(self._backward(observed))
         self.scaler.unscale_(self.optimiser)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        norm = total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         if observed:
             self.observer.measure(self.world)
         keep = self._guard(loss, norm)
@@ -175,9 +181,8 @@ class Stepper:
         self.optimiser.step()
         weights = [ema.weight(self.step, keep) for ema in self.averages]
         with torch.no_grad():
-            self._average(
-                [list(ema.weights.values()) for ema in self.averages], list(self.model.parameters()), weights
-            )
+            averages = [[part(average) for average in ema.weights.values()] for ema in self.averages]
+            self._average(averages, [part(p) for p in self.model.parameters()], weights)
         self.loss.copy_(loss)
         self.norm.copy_(norm)
 
@@ -204,7 +209,10 @@ class Stepper:
         return total
 
     def _unsynchronised(self) -> Any:
-        """Gradients stay this process' own: they are averaged with the last piece of a batch."""
+        """Gradients stay this process' own: they are averaged with the last piece of a batch.
+
+        Not so where they are sharded: whole gradients would take the memory that sharding saves.
+        """
         return getattr(self.wrapped, "no_sync", contextlib.nullcontext)()
 
     def _loss(self, piece: int, forward: Any) -> Tensor:
