@@ -34,7 +34,8 @@ def shard(model: nn.Module, device: torch.device, compute: torch.dtype | None) -
     for block in blocks(model):
         for module in list(block.modules()):
             if any(p.numel() == 1 for p in module.parameters(recurse=False)):
-                fully_shard(module, mesh=mesh, reshard_after_forward=True)
+                # Kept from forward to backward: what the module returns may be the number itself.
+                fully_shard(module, mesh=mesh, reshard_after_forward=False)
         fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=reduced)
     # Left to itself, torch would keep these whole after a forward pass without a backward one.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
