@@ -22,9 +22,9 @@ def is_sharded(config: TrainConfig, world: World) -> bool:
 def shard(model: nn.Module, device: torch.device, compute: torch.dtype | None) -> None:
     """Share out the weights in place: each block is gathered when it runs, what stands outside blocks at the start.
 
-    `compute` is autocast's precision, where it is on. Blocks are then gathered in it: the rounding that autocast
-    would do, and half the traffic. Inputs are not cast, so that the residual stream and the times stay in float32,
-    as autocast leaves them. Single numbers (a learned scale) are a group of their own, in float32.
+    `compute` is autocast's precision, where it is on. What multiplies matrices in a block is then gathered in it: the
+    rounding that autocast would do, and half the traffic. Norms, single numbers and inputs stay in float32, as
+    autocast leaves them.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -32,13 +32,20 @@ def shard(model: nn.Module, device: torch.device, compute: torch.dtype | None) -
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     reduced = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in blocks(model):
-        for module in list(block.modules()):
-            if any(p.numel() == 1 for p in module.parameters(recurse=False)):
-                # Kept from forward to backward: what the module returns may be the number itself.
-                fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        if compute is not None and (vectors := list(_vector_modules(block))):
+            # Gathered from forward to backward: they are small, and a learned scale returns its number itself.
+            fully_shard(vectors, mesh=mesh, reshard_after_forward=False)
         fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=reduced)
     # Left to itself, torch would keep these whole after a forward pass without a backward one.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def _vector_modules(block: nn.Module) -> Iterator[nn.Module]:
+    """Those whose own weights are all vectors: norms, and scales that are single numbers."""
+    for module in block.modules():
+        own = list(module.parameters(recurse=False))
+        if own and all(p.ndim == 1 for p in own):
+            yield module
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
