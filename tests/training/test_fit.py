@@ -46,7 +46,8 @@ def config(*settings):
 
 def tensors_of(run):
     found = checkpoint.load_latest(run / "checkpoints")
-    names = [f.stem for f in sorted(found.folder.glob("*.safetensors"))]
+    parts = sorted(f for f in found.folder.iterdir() if f.is_dir() or f.suffix == ".safetensors")
+    names = [f.name.removesuffix(".safetensors") for f in parts]  # whole, or in parts
     return found.step, {f"{name}/{k}": v for name in names for k, v in found.tensors(name).items()}
 
 

@@ -21,7 +21,7 @@ EXAMPLES = (
 
 def sample(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    num: Annotated[int, typer.Option(min=1, help="How many images.")] = 64,
+    num: Annotated[int, typer.Option("--num", "-n", min=1, help="How many images.")] = 64,
     out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("grid.png"),
     label: Annotated[int | None, typer.Option("--class", min=0, help="Draw this class alone.")] = None,
     prompt: Annotated[
@@ -55,31 +55,36 @@ def sample(
     import torch
 
     from scalelong import experiment
+    from scalelong.world import joined, local_device
 
     _check_picture(out)
+    device = local_device(experiment.usable_device(device))
     loaded = experiment.load_run(run, ema_rate=ema, posthoc_width=posthoc_ema, device=device)
     how = sampling_of(loaded.config, sampler=sampler, steps=steps, guidance=guidance)
-    labels = None
     if label is not None:
         if loaded.num_classes is None:
             raise ValueError(f"--class needs a class-conditional run, and {run} is not; leave it out.")
         if label >= loaded.num_classes:
             raise ValueError(f"--class is in 0 … {loaded.num_classes - 1} for this run, got {label}.")
-        labels = torch.full((num,), label)
     experiment.check_drawing(loaded.config, **how)
     told, context = _told(loaded, prompt, text_encoder)
     guided = "" if how["guidance"] == 1 else f", guidance w = {how['guidance']:g}"
-    images = experiment.draw(
-        loaded.config,
-        loaded.model,
-        num,
-        seed=seed,
-        labels=labels,
-        context=context,
-        progress=lambda items: tracked(items, how["steps"], f"sampling {num} images"),
-        **how,
-    )
-    experiment.write_grid(images, out)
+    with joined(device) as world:
+        mine = world.share(num)
+        images = experiment.draw(
+            loaded.config,
+            loaded.model,
+            len(mine),
+            first=mine.start,
+            seed=seed,
+            labels=None if label is None else torch.full((len(mine),), label),
+            context=context,
+            progress=lambda items: tracked(items, how["steps"], f"sampling {num} images"),
+            **how,
+        )
+        images = torch.cat(world.gather(images))
+    if world.is_first:
+        experiment.write_grid(images, out)
     print_result(
         {
             "out": str(out),

@@ -22,8 +22,8 @@ def is_sharded(config: TrainConfig, world: World) -> bool:
 def shard(model: nn.Module, device: torch.device, compute: torch.dtype | None) -> None:
     """Share out the weights in place: each block is gathered when it runs, what stands outside blocks at the start.
 
-    `compute` is autocast's precision, where it is on. What multiplies matrices in a block is then gathered in it: the
-    rounding that autocast would do, and half the traffic. Norms, single numbers and inputs stay in float32, as
+    `compute` is autocast's precision, where it is on. What multiplies matrices in a block is then gathered in it:
+    the rounding that autocast would do, and half the traffic. Norms, single numbers and inputs stay in float32, as
     autocast leaves them.
     """
     from torch.distributed.device_mesh import init_device_mesh
