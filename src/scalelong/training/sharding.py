@@ -57,6 +57,16 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+def allow_a_graph_per_block(model: nn.Module) -> None:
+    """Compiled, a sharded model is a graph per block, and blocks with constants of their own (cs) share none.
+
+    torch would leave what is beyond eight uncompiled.
+    """
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, 8 + len(list(blocks(model))))
+
+
 def part(tensor: Tensor) -> Tensor:
     """This process' part of a tensor, in place; the tensor itself where it is not shared out."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -25,7 +25,7 @@ from scalelong.training.ema import EMA, move_averages
 from scalelong.training.guard import NOT_AGAIN, NonFiniteError, find_culprit
 from scalelong.training.parts import check_available
 from scalelong.training.posthoc import PROFILES, PowerEMA
-from scalelong.training.sharding import is_sharded, part, shard
+from scalelong.training.sharding import allow_a_graph_per_block, is_sharded, part, shard
 from scalelong.training.signals import Observer, Signals, total_norm
 from scalelong.world import World
 
@@ -50,6 +50,8 @@ class Stepper:
         if self.sharded:  # first: what is made from the weights is then in parts too
             check_available()
             shard(model, loader.device, _DTYPES.get(config.precision))
+            if config.execution == "compiled":
+                allow_a_graph_per_block(model)
         self.emas = [EMA(model, rate, warmup=config.ema_warmup) for rate in config.ema_rates]
         self.powers = [PowerEMA(model, width) for width in PROFILES] if config.posthoc_every else []
         self.averages = [*self.emas, *self.powers]
