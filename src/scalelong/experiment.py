@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -88,6 +89,10 @@ def _train(
     text = kept_text(store) if config.data.condition == "text" else None
     if world.is_first:
         check_folder(config, out, text)
+    if config.train.parallel == "fsdp" and world.size == 1:
+        warnings.warn(
+            "train.parallel=fsdp shares weights out over several processes; this one has them all.", stacklevel=3
+        )
     # Shards go to the device block by block: the whole model need not fit there.
     model = build_model(config, "cpu" if is_sharded(config.train, world) else device)
     loader = loader_for(config, store, device)
