@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scalelong.training.sharding import part
+from scalelong.training.sharding import let_go, part
 
 NOT_AGAIN = "it did not happen again when repeated"
 
@@ -55,6 +55,7 @@ def find_culprit(model: nn.Module, loss: Callable[[], Tensor], anywhere: Callabl
             stack.callback(module.register_forward_hook(after_forward).remove)
         with torch.no_grad():
             value = loss()
+        let_go(model)
     stopped = anywhere(bool(forward) or not value.isfinite())
     if forward:
         return f"the first module with a non-finite output is {forward[0]}"
@@ -71,9 +72,11 @@ def find_culprit(model: nn.Module, loss: Callable[[], Tensor], anywhere: Callabl
         loss().backward()
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not part(p.grad).isfinite().all()]
     model.zero_grad()
+    made_by_a_module = anywhere(bool(backward))
     if backward:
         return f"the first module with a non-finite gradient is {backward[0]}"
-    return f"the first non-finite gradient is that of {bad[-1]}" if bad else NOT_AGAIN
+    # A process that holds parts of the weights has parts of all gradients, those that another one spoilt too.
+    return f"the first non-finite gradient is that of {bad[-1]}" if bad and not made_by_a_module else NOT_AGAIN
 
 
 def _finite(value: Any) -> bool:

@@ -67,6 +67,13 @@ def allow_a_graph_per_block(model: nn.Module) -> None:
     config.recompile_limit = max(config.recompile_limit, 8 + len(list(blocks(model))))
 
 
+def let_go(model: nn.Module) -> None:
+    """Free what a forward pass without a backward one left gathered: the parameters are the parts again."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
 def part(tensor: Tensor) -> Tensor:
     """This process' part of a tensor, in place; the tensor itself where it is not shared out."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
