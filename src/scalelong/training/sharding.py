@@ -71,7 +71,7 @@ def let_go(model: nn.Module) -> None:
     """Free what a forward pass without a backward one left gathered: the parameters are the parts again."""
     for module in model.modules():
         if hasattr(module, "reshard"):
-            module.reshard()
+            module.reshard()  # type: ignore[operator]
 
 
 def part(tensor: Tensor) -> Tensor:
