@@ -17,7 +17,7 @@ from scalelong.data.prepare import prepare
 from scalelong.data.sources import digits
 from scalelong.data.store import open_store
 from scalelong.presets import run_preset
-from scalelong.training import checkpoint
+from scalelong.training import checkpoint, step
 from tests.test_world import series
 from tests.training.test_fit import tensors_of
 
@@ -93,13 +93,32 @@ def assert_same_run(run, other, **tolerance):
         a, b = (torch.tensor(series(folder, *path)) for folder in (run, other))
         assert len(a) >= 2
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    (step, a), (other_step, b) = tensors_of(run), tensors_of(other)
-    assert step == other_step
+    (at, a), (other_at, b) = tensors_of(run), tensors_of(other)
+    assert at == other_at
     assert a.keys() == b.keys()
     for key in a:
         torch.testing.assert_close(a[key], b[key], rtol=1e-4, **{"atol": 1e-5, **tolerance})
 
 
+@pytest.mark.filterwarnings("ignore:train.parallel=fsdp")
+def test_a_run_in_one_part_trains_saves_and_resumes_as_a_whole_one(data, tmp_path, monkeypatch):
+    """All that sharding changes in this process: DTensors, the groups of torch's FSDP, the files of parts."""
+    for module in (experiment, step):
+        monkeypatch.setattr(module, "is_sharded", lambda config, world: config.parallel == "fsdp")
+    settings = ["model.scaling=ls", "train.checkpoint_activations=true"]
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for steps in (2, 4):
+            train(data, tmp_path / "parts", *settings, "train.parallel=fsdp", f"train.steps={steps}")
+    finally:
+        torch.distributed.destroy_process_group()
+    train(data, tmp_path / "whole", *settings)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+    found = checkpoint.load_latest(tmp_path / "parts" / "checkpoints")
+    assert (found.folder / "model" / "shard-00001-model-00001-of-00001.safetensors").is_file()
+
+
+@pytest.mark.slow
 def test_two_processes_with_half_the_weights_train_as_one(data, tmp_path):
     settings = ["model.scaling=ls", "train.checkpoint_activations=true"]
     sharded(data, {tmp_path / "two": settings}, 2, tmp_path)
