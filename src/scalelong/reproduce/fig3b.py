@@ -55,8 +55,8 @@ def judge(data: Data) -> Statement:
             Check("the bound is meant", data["share below 5"] >= 0.96, f"{data['share below 5']:.2%} below 5"),
             Check("the mean is meant", abs(data["mean"] / PAPER["mean"] - 1) < 0.1, f"mean {data['mean']:.3f}"),
         ],
-        remark=f"The ratio of the means is {data['ratio of means']:.3f} here; for uniform pixels that, not the mean of "
-        "the ratio, is the printed 1.22.",
+        remark=f"The ratio of the means is {data['ratio of means']:.3f} here; for uniform pixels that, not the "
+        "mean of the ratio, is the printed 1.22.",
     )
 
 
