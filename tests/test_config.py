@@ -72,7 +72,10 @@ def test_later_overrides_win():
     ("setting", "says"),
     [
         ("train.step=5", "unknown setting 'train.step'; the known ones are train.accumulate.*train.steps"),
-        ("trian.steps=5", "unknown setting 'trian.steps'; the known ones are data, model, process, target"),
+        (
+            "trian.steps=5",
+            "unknown setting 'trian.steps'; the known ones are data, latents, model, process, sampling, target",
+        ),
         ("train=5", "'train' is a group; set one of train.accumulate"),
         ("train.steps.x=5", "'steps' is a single value"),
         ("train.steps", "NAME=VALUE, such as train.steps=1000; got 'train.steps'"),

@@ -56,7 +56,8 @@ ALLOWED = {
     "experiment": {"backbones", "config", "data", "diffusion", "presets", "training", "world"},
     "world": set(),
     "__main__": {"cli"},
-    "export": {"backbones", "diffusion", "experiment", "saving", "skips"},
+    "costs": {"backbones", "config", "experiment", "presets"},
+    "export": {"backbones", "data", "diffusion", "experiment", "saving", "skips"},
     "pipeline": set(),
     "cli": {"cli", "version"},
 }

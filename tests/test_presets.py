@@ -8,6 +8,10 @@ PUBLISHED = {
     "celeba64-uvit-s": (500_000, 128, 2e-4, (0.99, 0.99), 5000),
     "imagenet64-uvit-m": (300_000, 1024, 3e-4, (0.99, 0.99), 5000),
     "imagenet64-uvit-l": (300_000, 1024, 3e-4, (0.99, 0.99), 5000),
+    "imagenet256-uvit-l": (300_000, 1024, 2e-4, (0.99, 0.99), 5000),
+    "imagenet256-uvit-h": (500_000, 1024, 2e-4, (0.99, 0.99), 5000),
+    "imagenet512-uvit-l": (500_000, 1024, 2e-4, (0.99, 0.99), 5000),
+    "imagenet512-uvit-h": (500_000, 1024, 2e-4, (0.99, 0.99), 5000),
     "cifar10-unet": (800_000, 128, 2e-4, (0.9, 0.999), 5000),
 }
 
@@ -16,6 +20,31 @@ PUBLISHED = {
 def test_recipes_are_the_published_ones(name):
     t = run_preset(name).train
     assert (t.steps, t.batch_size, t.lr, t.betas, t.warmup_steps) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "label_dropout", "s"),
+    [
+        ("imagenet256-uvit-l", 0.15, 0.4),
+        ("imagenet256-uvit-h", 0.1, 0.4),
+        ("imagenet512-uvit-l", 0.15, 0.7),
+        ("imagenet512-uvit-h", 0.1, 0.7),
+    ],
+)
+def test_latents_are_guided_as_published(name, label_dropout, s):
+    recipe = run_preset(name)
+    assert (recipe.data.space, recipe.process, recipe.data.label_dropout) == ("latents", "sd", label_dropout)
+    assert recipe.sampling.guidance == pytest.approx(1 + s)
+    assert (recipe.sampling.sampler, recipe.sampling.steps) == ("dpm++", 50)
+    network = MODEL_PRESETS[name].config
+    assert (network["num_class_embeds"], network["timestep_map"]) == (1001, "one-based")
+    assert recipe.train.weight_decay == 0.03
+
+
+def test_imagenet_64_has_no_null_class():
+    for name in ("imagenet64-uvit-m", "imagenet64-uvit-l", "imagenet64-unet"):
+        assert run_preset(name).data.label_dropout == 0
+        assert MODEL_PRESETS[name].config["num_class_embeds"] == 1000
 
 
 def test_every_recipe_has_its_network():

@@ -192,8 +192,8 @@ def test_what_does_not_fit_is_told(store, trained, bert, tmp_path):
 
     other = TextEncoder(save_bert(tmp_path / "other", seed=1), length=8)
     elsewhere = prepare(pictures(64), tmp_path / "elsewhere", text_encoder=other)
+    settings = config("train.steps=251", "model.scaling=cs:0.7")
     with pytest.raises(ValueError, match="the data encodes the empty prompt otherwise"):
-        settings = config("train.steps=251", "model.scaling=cs:0.7")
         experiment.train(settings, elsewhere, trained, device="cpu", logger="none")
 
 

@@ -36,18 +36,36 @@ class ModelConfig:
         check_placement_name(self.placement)
 
 
+SPACES = ("pixels", "latents")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is done to the images. `condition` is "none", "class" or "text"; `label_dropout` is for both."""
+    """What is done to the images. `condition` is "none", "class" or "text"; `label_dropout` is for both. `space` is
+    "pixels", or "latents": those of an autoencoder that the store keeps.
+    """
 
     condition: str = "none"
     label_dropout: float = 0.1
     flip: bool = True
+    space: str = "pixels"
 
     def __post_init__(self) -> None:
         known = ("none", "class", "text")
         _require(self.condition in known, "data.condition is none, class or text", self.condition)
         _require(0 <= self.label_dropout < 1, "data.label_dropout lies in [0, 1)", self.label_dropout)
+        _require(self.space in SPACES, f"data.space is {' or '.join(SPACES)}", self.space)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """What a run on latents learns from its store: how they are decoded, to images [height, width, channels]."""
+
+    autoencoder: str
+    weights: str
+    scaling_factor: float
+    shift_factor: float
+    image_shape: tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +160,7 @@ def resolved_for(config: TrainConfig, device: str, processes: int = 1) -> TrainC
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run. `process` names the noise process, `target` what is predicted of it ("auto": the process's own),
-    `weighting` how much each noise level counts: docs/processes.md.
+    `weighting` how much each noise level counts: docs/processes.md. `latents` is filled in from the data.
     """
 
     model: ModelConfig
@@ -152,6 +170,7 @@ class RunConfig:
     weighting: str = "plain"
     train: TrainConfig
     sampling: SamplingConfig = SamplingConfig()
+    latents: LatentConfig | None = None
 
 
 def to_dict(config: Any) -> dict[str, Any]:

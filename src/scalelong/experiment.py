@@ -15,6 +15,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.backbones.build import build
-from scalelong.backbones.flops import training_flops_per_image
-from scalelong.config import RunConfig, from_dict, resolved_for, to_dict
+from scalelong.config import LatentConfig, RunConfig, from_dict, resolved_for, to_dict
 from scalelong.data.contexts import Context, KeptText, check_same_encoder, info_of, kept_text
 from scalelong.data.files import write_whole
-from scalelong.data.loader import Loader
+from scalelong.data.latents import Autoencoder, AutoencoderError, fingerprint, load_autoencoder
+from scalelong.data.loader import Loader, latent_space
 from scalelong.data.prepare import prepare
 from scalelong.data.sources import SourceError, digits
 from scalelong.data.store import Store, open_store
@@ -89,6 +90,7 @@ def _train(
     text = kept_text(store) if config.data.condition == "text" else None
     if world.is_first:
         check_folder(config, out, text)
+        autoencoder_of(config, device)  # found before the first step, not at the first preview
     if config.train.parallel == "fsdp" and world.size == 1:
         warnings.warn(
             "train.parallel=fsdp shares weights out over several processes; this one has them all.", stacklevel=3
@@ -186,17 +188,20 @@ def loader_for(config: RunConfig, store: Store, device: str) -> Loader:
         flip=config.data.flip,
         label_dropout=dropout if condition == "class" else None,
         text_dropout=dropout if condition == "text" else None,
+        latents=config.data.space == "latents",
     )
 
 
 def fitted_to(config: RunConfig, store: Store) -> RunConfig:
-    """The config with what the data decides: image size, channels, number of classes, shape of contexts."""
+    """The config with what the data decides: size, channels, number of classes, shape of contexts, latents."""
     process_of(config)  # its parts fit each other, or a sentence
-    manifest = store.manifest
-    size: Any = manifest.height if manifest.height == manifest.width else [manifest.height, manifest.width]
-    changes = {**config.model.changes, "sample_size": size, "in_channels": manifest.channels}
+    config = replace(config, latents=_latents_of(config, store))
+    seen = store.manifest if config.latents is None else store.manifest.latents
+    assert seen is not None
+    size: Any = seen.height if seen.height == seen.width else [seen.height, seen.width]
+    changes = {**config.model.changes, "sample_size": size, "in_channels": seen.channels}
     if config.model.preset.endswith("unet"):
-        changes["out_channels"] = manifest.channels
+        changes["out_channels"] = seen.channels
     if config.data.condition == "class":
         if not store.num_classes:
             raise ValueError(f"data.condition=class needs labels, and {store.folder} has none.")
@@ -225,6 +230,21 @@ def _text_changes(config: RunConfig, store: Store) -> dict[str, Any]:
     return found
 
 
+def _latents_of(config: RunConfig, store: Store) -> LatentConfig | None:
+    """What the run has to remember of its store's latents. An autoencoder that was moved is not moved back."""
+    if config.data.space == "pixels":
+        return None
+    manifest = store.manifest
+    space = latent_space(store)
+    return LatentConfig(
+        autoencoder=config.latents.autoencoder if config.latents is not None else space.autoencoder,
+        weights=space.weights,
+        scaling_factor=space.scaling_factor,
+        shift_factor=space.shift_factor,
+        image_shape=(manifest.height, manifest.width, manifest.channels),
+    )
+
+
 def process_of(config: RunConfig) -> Process:
     """The run's noise process, with what is learned of it."""
     return process_named(config.process, config.target, config.weighting)
@@ -248,20 +268,6 @@ def build_model(config: RunConfig, device: str = "cpu") -> nn.Module:
     if device.startswith("cuda") and model_preset(config.model.preset).backbone != "uvit":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # convolutions' own order
     return model.to(device)
-
-
-def flops_per_image(config: RunConfig) -> int:
-    """Floating-point operations of training on one image, forward and backward."""
-    model = build_model(config, "meta")
-    shape: Any = model.config
-    told: dict[str, Any] = {}
-    if config.data.condition == "class":
-        told["class_labels"] = lambda: torch.zeros(1, dtype=torch.long)
-    if config.data.condition == "text":
-        length = shape.get("text_len", 77)
-        told["encoder_hidden_states"] = lambda: torch.empty(1, length, shape.cross_attention_dim)
-    size: Any = shape.sample_size
-    return training_flops_per_image(lambda: model, shape.in_channels, size, **told)
 
 
 @dataclass(frozen=True)
@@ -291,12 +297,14 @@ def load_run(
     ema_rate: float | None = None,
     posthoc_width: float | None = None,
     device: str | None = None,
+    autoencoder: str | None = None,
 ) -> LoadedRun:
     """The newest whole checkpoint of a run, with the average of `ema_rate`, or the slowest that has settled.
 
-    `posthoc_width` reconstructs an average of that width from the run's snapshots instead.
+    `posthoc_width` reconstructs an average of that width from the run's snapshots instead. `autoencoder` says where
+    that of a run on latents is now.
     """
-    config = read_config(folder)
+    config = with_autoencoder(read_config(folder), autoencoder)
     if missing := [key for key in ("sample_size", "in_channels") if key not in config.model.changes]:
         raise ValueError(f"{folder / CONFIG} is not as train wrote it: model.changes lacks {', '.join(missing)}.")
     found = checkpoint.load_latest(folder / CHECKPOINTS)
@@ -351,7 +359,7 @@ def draw(
     context: Context | None = None,
     **how: Any,
 ) -> Tensor:
-    """Samples `first` … `first + count - 1` of a seed: [count, C, H, W] in [-1, 1].
+    """Samples `first` … `first + count - 1` of a seed: [count, C, H, W] in [-1, 1], latents decoded.
 
     A class-conditional model without labels draws each class in turn. A text model needs a context, whose texts it
     draws in turn: of prompts (`encode_prompts`), of the captions that a run keeps (`LoadedRun.text.context`) or
@@ -368,8 +376,10 @@ def draw(
         labels = indices % num_classes(config) if labels is None else labels.to(device)  # type: ignore[operator]
     if config.data.condition == "text":
         how |= {"context": _context_for(config, context, indices), "null_context": context.null.to(device)}  # type: ignore[union-attr]
-    shape = (channels, height, width)
-    return sample(model, process_of(config), indices, shape, seed=seed, labels=labels, **how)
+    shape, decoder = (channels, height, width), autoencoder_of(config, str(device))
+    how["clip"] = decoder is None
+    drawn = sample(model, process_of(config), indices, shape, seed=seed, labels=labels, **how)
+    return drawn if decoder is None else decoder.decoded(drawn)
 
 
 def _context_for(config: RunConfig, context: Context | None, indices: Tensor) -> Tensor:
@@ -379,6 +389,39 @@ def _context_for(config: RunConfig, context: Context | None, indices: Tensor) ->
     if wanted != found:
         raise ValueError(f"this model reads text tokens of width {wanted}, got {found}; use its own encoder.")
     return context.of(indices)
+
+
+def autoencoder_of(config: RunConfig, device: str) -> Autoencoder | None:
+    """What decodes a run's latents; None for a run on pixels."""
+    return None if config.latents is None else _opened_autoencoder(config.latents, device)
+
+
+@lru_cache(maxsize=1)
+def _opened_autoencoder(latents: LatentConfig, device: str) -> Autoencoder:
+    try:
+        found = load_autoencoder(latents.autoencoder, scale=latents.scaling_factor, device=device)
+    except AutoencoderError as error:
+        raise AutoencoderError(
+            f"{error} This run's latents are decoded by that autoencoder; if it is elsewhere now, say where with "
+            "--autoencoder NAME_OR_FOLDER."
+        ) from error
+    if fingerprint(found.network) != latents.weights:
+        warnings.warn(
+            f"the autoencoder {found.place} has other weights than the one that made this run's latents.",
+            stacklevel=2,
+        )
+    return replace(found, shift_factor=latents.shift_factor)
+
+
+def with_autoencoder(config: RunConfig, place: str | None) -> RunConfig:
+    """The config with the autoencoder taken from another place."""
+    if place is None:
+        return config
+    if config.latents is None:
+        raise ValueError(f"an autoencoder decodes latents, and this run is on pixels, got {place!r}; leave it out.")
+    folder = Path(place).expanduser()
+    place = str(folder.resolve()) if folder.is_dir() else place  # a run is not always asked from the same folder
+    return replace(config, latents=replace(config.latents, autoencoder=place))
 
 
 def check_drawing(
@@ -509,6 +552,7 @@ def check_folder(config: RunConfig, out: Path, text: KeptText | None = None) -> 
             before["train"].pop(key), now["train"].pop(key)
         for settings in (before, now):
             settings.pop("sampling")
+            (settings["latents"] or {}).pop("autoencoder", None)
         if before != now:
             raise ValueError(
                 f"{out} holds another run: {', '.join(_differences(before, now))}. Choose another --out, or give "

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from scalelong.backbones.uvit import UViT
+from scalelong.data.latents import load_autoencoder
 from scalelong.diffusion.process import VariancePreserving
 from scalelong.diffusion.sampling import scheduler_for
-from scalelong.experiment import LoadedRun, process_of
+from scalelong.experiment import LoadedRun, autoencoder_of, process_of
 from scalelong.saving import load
 from scalelong.skips.apply import scaling_of
 
@@ -21,8 +22,8 @@ INDEX = "model_index.json"
 def export(run: LoadedRun, out: Path, *, fold: bool = False) -> str:
     """Write the pipeline, whole or not at all, and return the name of its class.
 
-    A stock DDIMPipeline where that computes the same: unconditional, and the scaling inside U-ViT or folded
-    into the weights. Else the folder carries `pipeline.py`.
+    A stock DDIMPipeline where that computes the same: unconditional, on pixels, and the scaling inside U-ViT or
+    folded into the weights. Else the folder carries `pipeline.py`, and for latents their autoencoder.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} already exists; choose another --out, or remove it first.")
@@ -53,7 +54,7 @@ def _scheduler(run: LoadedRun) -> Any:
             f"a run with process={process.name} cannot be exported yet: a pipeline's DDIM scheduler runs "
             "vp-sde, ddpm, sd and cosine; scalelong sample draws from it."
         )
-    return scheduler_for(process, "ddim")
+    return scheduler_for(process, "ddim", clip=run.config.latents is None)
 
 
 def _pipeline(run: LoadedRun, scheduler: Any) -> Any:
@@ -63,9 +64,19 @@ def _pipeline(run: LoadedRun, scheduler: Any) -> Any:
 
     model = run.model.cpu()
     keeps_scaling = scaling_of(model) is not None and not isinstance(model, UViT)
-    if run.config.data.condition == "none" and not keeps_scaling:
+    vae = _vae(run)
+    if run.config.data.condition == "none" and vae is None and not keeps_scaling:
         return DDIMPipeline(model, scheduler)
-    return ScaleLongPipeline(model, scheduler, num_classes=run.num_classes, null_class=run.null_class)
+    return ScaleLongPipeline(model, scheduler, vae, num_classes=run.num_classes, null_class=run.null_class)
+
+
+def _vae(run: LoadedRun) -> Any:
+    """The autoencoder of a run on latents, with the scale that it was trained at in its config."""
+    autoencoder = autoencoder_of(run.config, "cpu")
+    if autoencoder is None:
+        return None
+    autoencoder.network.register_to_config(scaling_factor=autoencoder.scaling_factor)
+    return autoencoder.network
 
 
 def _carry_code(folder: Path, cls: type) -> None:
@@ -100,4 +111,5 @@ def load_pipeline(folder: str | Path) -> Any:
     unet = load(folder, subfolder="unet")
     if not ours:
         return diffusers.DDIMPipeline(unet, scheduler)
-    return ScaleLongPipeline(unet, scheduler, num_classes=index["num_classes"], null_class=index["null_class"])
+    vae = load_autoencoder(folder / "vae").network if index.get("vae", [None])[0] else None
+    return ScaleLongPipeline(unet, scheduler, vae, num_classes=index["num_classes"], null_class=index["null_class"])

@@ -1,4 +1,4 @@
-"""A diffusers pipeline for class-conditional models, and for models that keep their scaling.
+"""A diffusers pipeline for class-conditional models, models on latents, and models that keep their scaling.
 
 Exported folders carry a copy of this file, so it imports nothing of the package but the package itself.
 """
@@ -21,19 +21,28 @@ class ScaleLongPipeline(DiffusionPipeline):
     """`pipe(class_labels=[3, 3, 7], guidance_scale=2.0).images`; an unconditional model takes `batch_size=`.
 
     `num_classes` is None for an unconditional model. `null_class` is the label that stands for none in
-    guidance; None where the model was trained without label dropout.
+    guidance; None where the model was trained without label dropout. `vae` decodes the latents of a model that
+    was trained on them.
     """
 
-    model_cpu_offload_seq = "unet"
+    model_cpu_offload_seq = "unet->vae"
+    _optional_components = ["vae"]  # noqa: RUF012 - as diffusers declares it
 
-    def __init__(self, unet: Any, scheduler: Any, num_classes: int | None = None, null_class: int | None = None):
+    def __init__(
+        self,
+        unet: Any,
+        scheduler: Any,
+        vae: Any = None,
+        num_classes: int | None = None,
+        null_class: int | None = None,
+    ):
         super().__init__()
         if "scalelong" in unet.config and not hasattr(unet, "skip_scaling"):
             raise ValueError(
                 "this model was trained with scaled skips, and diffusers alone loads it without; "
                 "use scalelong.load_pipeline(folder)."
             )
-        self.register_modules(unet=unet, scheduler=scheduler)
+        self.register_modules(unet=unet, scheduler=scheduler, vae=vae)
         self.register_to_config(num_classes=num_classes, null_class=null_class)
 
     @torch.no_grad()
@@ -63,12 +72,18 @@ class ScaleLongPipeline(DiffusionPipeline):
         for t in self.progress_bar(self.scheduler.timesteps):
             noise = self._predict(image, t, labels, guidance_scale)
             image = self.scheduler.step(noise, t, image, generator=generator).prev_sample
-        image = (image / 2 + 0.5).clamp(0, 1).float()
+        image = (self._decoded(image) / 2 + 0.5).clamp(0, 1).float()
         if output_type != "pt":
             image = image.cpu().permute(0, 2, 3, 1).numpy()
             image = self.numpy_to_pil(image) if output_type == "pil" else image
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=image) if return_dict else (image,)
+
+    def _decoded(self, image: torch.Tensor) -> torch.Tensor:
+        if self.vae is None:
+            return image
+        shift = self.vae.config.get("shift_factor") or 0.0
+        return self.vae.decode(image / self.vae.config.scaling_factor + shift).sample
 
     def _predict(self, image: torch.Tensor, t: Any, labels: torch.Tensor | None, w: float) -> torch.Tensor:
         if labels is None:

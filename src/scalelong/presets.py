@@ -121,6 +121,45 @@ MODEL_PRESETS: dict[str, ModelPreset] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class PublishedData:
+    """What a recipe was made for, as far as a plan needs it; latents are an eighth as wide as images."""
+
+    name: str
+    count: int
+    size: int
+    classes: int | None = None
+    autoencoder: str | None = None
+    latent_scale: float = 0.18215
+    text_encoder: str | None = None
+    text_tokens: tuple[int, int] = (77, 768)
+
+
+_SD_VAE = "stabilityai/sd-vae-ft-ema"
+DATASETS: dict[str, PublishedData] = {  # by the first word of a recipe's name
+    "cifar10": PublishedData(name="CIFAR-10", count=50_000, size=32, classes=10),
+    "celeba64": PublishedData(name="CelebA", count=162_770, size=64),
+    "imagenet64": PublishedData(name="ImageNet", count=1_281_167, size=64, classes=1000),
+    "imagenet256": PublishedData(name="ImageNet", count=1_281_167, size=256, classes=1000, autoencoder=_SD_VAE),
+    "imagenet512": PublishedData(name="ImageNet", count=1_281_167, size=512, classes=1000, autoencoder=_SD_VAE),
+    "coco": PublishedData(
+        name="COCO 2014",
+        count=82_783,
+        size=256,
+        autoencoder=_SD_VAE,
+        latent_scale=0.2301,
+        text_encoder="openai/clip-vit-large-patch14",
+    ),
+    "coco64": PublishedData(  # ours: 64×64 thumbnails of the first images
+        name="COCO thumbnails",
+        count=10_000,
+        size=64,
+        text_encoder="sentence-transformers/all-MiniLM-L6-v2",
+        text_tokens=(32, 384),
+    ),
+}
+
+
 def model_preset(name: str) -> ModelPreset:
     """Look a preset up; an unknown name gets the list."""
     if name not in MODEL_PRESETS:
@@ -148,6 +187,7 @@ _UVIT_COCO = TrainConfig(steps=1_000_000, batch_size=256, lr=2e-4, betas=(0.9, 0
 _UVIT_COCO64 = replace(
     _UVIT_CELEBA, steps=25_000, batch_size=256, warmup_steps=1000, sample_every=2500, checkpoint_every=2500
 )
+_UVIT_LATENT = replace(_UVIT_CELEBA, batch_size=1024)
 _DIGITS = TrainConfig(
     steps=2000,
     batch_size=64,
@@ -160,6 +200,18 @@ _DIGITS = TrainConfig(
     monitor_every=10,
 )
 _CONTINUOUS = {"timestep_map": "continuous"}
+
+
+def _on_imagenet_latents(name: str, steps: int, label_dropout: float, guidance: float) -> RunConfig:
+    """The paper's guidance s is w - 1. DPM-Solver++ draws, for the L sizes as well (published: DPM-Solver)."""
+    return RunConfig(
+        model=ModelConfig(preset=name),
+        data=DataConfig(condition="class", label_dropout=label_dropout, space="latents"),
+        process="sd",
+        train=replace(_UVIT_LATENT, steps=steps),
+        sampling=SamplingConfig(sampler="dpm++", steps=50, guidance=guidance),
+    )
+
 
 RUN_PRESETS: dict[str, RunConfig] = {
     "digits": RunConfig(model=ModelConfig(preset="digits"), data=DataConfig(flip=False), train=_DIGITS),
@@ -183,7 +235,7 @@ RUN_PRESETS: dict[str, RunConfig] = {
     **{
         name: RunConfig(
             model=ModelConfig(preset=name),
-            data=_BY_TEXT,
+            data=replace(_BY_TEXT, space="latents"),
             process="sd",
             sampling=SamplingConfig(guidance=2.0),
             train=_UVIT_COCO,
@@ -192,11 +244,15 @@ RUN_PRESETS: dict[str, RunConfig] = {
     },
     "coco-unet": RunConfig(  # our reading: U-ViT's recipe, with the clipping and decay of the other UNets
         model=ModelConfig(preset="coco-unet"),
-        data=_BY_TEXT,
+        data=replace(_BY_TEXT, space="latents"),
         process="sd",
         sampling=SamplingConfig(guidance=2.0),
         train=replace(_UVIT_COCO, weight_decay=0.0, clip_norm=1.0),
     ),
+    "imagenet256-uvit-l": _on_imagenet_latents("imagenet256-uvit-l", 300_000, 0.15, 1.4),
+    "imagenet256-uvit-h": _on_imagenet_latents("imagenet256-uvit-h", 500_000, 0.1, 1.4),
+    "imagenet512-uvit-l": _on_imagenet_latents("imagenet512-uvit-l", 500_000, 0.15, 1.7),
+    "imagenet512-uvit-h": _on_imagenet_latents("imagenet512-uvit-h", 500_000, 0.1, 1.7),
     "cifar10-unet": RunConfig(model=ModelConfig(preset="cifar10-unet"), process="ddpm", train=_UNET_CIFAR10),
     "imagenet64-unet": RunConfig(  # our reading: its recipe was not published, so U-ViT's length, batch and rate
         model=ModelConfig(preset="imagenet64-unet"),

@@ -7,7 +7,7 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from benchmarks import fid, measure, readme, sampling, scaling, signals, throughput
+from benchmarks import expectations, fid, measure, readme, sampling, scaling, signals, throughput
 from scalelong import experiment
 
 TINY = ["--set", "model.changes.hidden_size=16", "--set", "model.changes.num_layers=2"]
@@ -92,6 +92,18 @@ def test_fid_between_datasets(tmp_path):
     found = json.loads((tmp_path / "fid.json").read_text())
     assert found["fid"] == pytest.approx(0, abs=1e-6)
     assert found["precision"] == found["recall"] == 1
+
+
+def test_expectations_are_as_the_command_writes_them():
+    page = expectations.PAGE.read_text()
+    assert expectations.row("cifar10-uvit-xs") in page, "run: python -m benchmarks.expectations"
+    assert [name for name in expectations.recipes() if f"| `{name}` |" not in page] == []
+
+
+@pytest.mark.slow
+def test_all_expectations_are_current():
+    page = expectations.PAGE.read_text()
+    assert expectations.updated(page) == page, "run: python -m benchmarks.expectations"
 
 
 def test_the_readme_shows_the_newest_results():

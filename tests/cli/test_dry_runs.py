@@ -4,9 +4,13 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from scalelong import experiment
+from scalelong.cli.plan import preparation_plan
+from scalelong.data.images import Item, Source
+from scalelong.data.prepare import prepare
 from scalelong.metrics import weights
 from scalelong.training import checkpoint
 from tests.cli.test_run_commands import TINY, data, fails, run, trained  # noqa: F401 - fixtures
@@ -47,6 +51,26 @@ def test_prepare_tells_the_bytes_that_it_then_writes(data):  # noqa: F811
         for file in Path("store").iterdir():
             file.unlink()
         Path("store").rmdir()
+
+
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_prepare_counts_captions_and_what_stays_in_shards(in_shards):
+    tar = Path("a.tar")
+    tar.write_bytes(b"")
+
+    def items():
+        for i in range(5):
+            image = np.full((4, 4, 3), i, np.uint8)
+            yield Item(
+                str(i), image, i % 2, captions=("ein Käfer", "x" * i), place=(0, i, 1) if in_shards else None
+            )
+
+    source = Source("made", 5, ["a", "b"], items, shards=(tar,) if in_shards else None)
+    told = preparation_plan(source, Path("store"))["bytes"]
+    prepare(source, "store")
+    arrays = ("index.npy" if in_shards else "images.npy", "labels.npy")
+    written = sum(os.path.getsize(f"store/{name}") - 128 for name in arrays)
+    assert told == written + os.path.getsize("store/captions.jsonl")
 
 
 def test_prepare_refuses_what_it_would_refuse(monkeypatch, capsys, tmp_path):

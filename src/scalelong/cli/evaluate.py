@@ -48,6 +48,9 @@ def evaluate(
     posthoc_ema: Annotated[
         float | None, typer.Option(help="An average of this width, from the run's snapshots (train.posthoc_every).")
     ] = None,
+    autoencoder: Annotated[
+        str | None, typer.Option(help="Where the autoencoder of a run on latents is now, if it was moved.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     caption_check: Annotated[
         bool,
@@ -73,7 +76,9 @@ def evaluate(
     if num < 4 * processes:
         raise ValueError(f"--num is at least 4 for each of the {processes} processes, got {num}.")
     device = local_device(experiment.usable_device(device))
-    loaded = experiment.load_run(run, ema_rate=ema, posthoc_width=posthoc_ema, device=device)
+    loaded = experiment.load_run(
+        run, ema_rate=ema, posthoc_width=posthoc_ema, device=device, autoencoder=autoencoder
+    )
     how = sampling_of(loaded.config, sampler=sampler, steps=steps, guidance=guidance)
     experiment.check_drawing(loaded.config, **how)
     precision = experiment.sampling_precision(device, num * how["steps"])
@@ -160,7 +165,9 @@ def _drawn(config: RunConfig, network: nn.Module, share: range, batch: int, **ho
 def _check_size(config: RunConfig, store: Store) -> None:
     """Distances between images of different sizes say nothing about the run."""
     size, channels = config.model.changes["sample_size"], config.model.changes["in_channels"]
-    drawn = (*([size, size] if isinstance(size, int) else size), channels)
+    drawn: tuple[int, ...] = (*([size, size] if isinstance(size, int) else size), channels)
+    if config.latents is not None:
+        drawn = config.latents.image_shape
     held = (store.manifest.height, store.manifest.width, store.manifest.channels)
     if drawn != held:
         ours, theirs = ("{1}×{0}×{2}".format(*shape) for shape in (drawn, held))

@@ -20,13 +20,18 @@ def export(
     posthoc_ema: Annotated[
         float | None, typer.Option(help="An average of this width, from the run's snapshots (train.posthoc_every).")
     ] = None,
+    autoencoder: Annotated[
+        str | None, typer.Option(help="Where the autoencoder of a run on latents is now, if it was moved.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
     """Write a diffusers pipeline folder around the averaged model."""
     from scalelong import experiment
     from scalelong.export import export as write
 
-    loaded = experiment.load_run(run, ema_rate=ema, posthoc_width=posthoc_ema, device="cpu")
+    loaded = experiment.load_run(
+        run, ema_rate=ema, posthoc_width=posthoc_ema, device="cpu", autoencoder=autoencoder
+    )
     pipeline = write(loaded, out, fold=fold)
     print_result(
         {"out": str(out), "pipeline": pipeline, "step": loaded.step, "ema": loaded.ema_rate, "folded": fold},

@@ -6,72 +6,154 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from scalelong.comparison import Member
     from scalelong.config import RunConfig
+    from scalelong.data.latents import Autoencoder, LatentSpace
     from scalelong.data.sources import Image, Source
     from scalelong.data.store import Store
     from scalelong.experiment import LoadedRun
+    from scalelong.presets import PublishedData
 
 Plan = dict[str, Any]
 
 
 @contextmanager
-def opened_data(path: Path | None, dry_run: bool) -> Iterator[Store]:
-    """The data of a command; a dry run that needs the digits does not leave them in the cache folder."""
+def opened_data(path: Path | None, dry_run: bool, preset: str = "digits") -> Iterator[Store]:
+    """The data of a command; a dry run that needs the digits does not leave them in the cache folder.
+
+    Without data, a recipe is planned for those that it was published with.
+    """
     from scalelong import experiment
     from scalelong.data.prepare import prepare
     from scalelong.data.sources import digits
 
-    if path is not None or not dry_run or experiment.digits_folder().is_dir():
+    if path is None and dry_run and (published := published_data(preset)) is not None:
+        yield published
+    elif path is not None or not dry_run or experiment.digits_folder().is_dir():
         yield experiment.open_data(path)
     else:
         with tempfile.TemporaryDirectory(prefix="scalelong-") as folder:
             yield prepare(digits(), Path(folder) / "digits")
 
 
-def training_plan(config: RunConfig, store: Store | None, out: Path, device: str) -> Plan:
-    """What `train` would do with a config on this data and device; without data, with the preset's own shapes."""
+def published_data(preset: str) -> Store | None:
+    """A store of the data that a recipe was published with, as far as a plan asks: it has no files."""
+    from scalelong.data.store import FORMAT, Manifest, NoImages, Store
+    from scalelong.presets import DATASETS
+
+    data = DATASETS.get(preset.partition("-")[0])
+    if data is None:
+        return None
+    manifest = Manifest(
+        format=FORMAT,
+        source=f"no --data: planned for {data.name}",
+        count=data.count,
+        height=data.size,
+        width=data.size,
+        channels=3,
+        classes=[str(i) for i in range(data.classes)] if data.classes else None,
+        skipped=[],
+        sha256={},
+        text=_published_text(data),
+        latents=_published_latents(data),
+    )
+    return Store(Path(data.name), manifest, NoImages(Path(data.name), (data.count, data.size, data.size, 3)), None)
+
+
+def _published_latents(data: PublishedData) -> LatentSpace | None:
+    from scalelong.data.latents import LatentSpace
+
+    if data.autoencoder is None:
+        return None
+    return LatentSpace(
+        autoencoder=data.autoencoder,
+        kind="AutoencoderKL",
+        weights="",
+        scaling_factor=data.latent_scale,
+        shift_factor=0.0,
+        channels=4,
+        height=data.size // 8,
+        width=data.size // 8,
+    )
+
+
+def _published_text(data: PublishedData) -> dict[str, Any] | None:
+    from scalelong.data.contexts import TextInfo
+
+    if data.text_encoder is None:
+        return None
+    length, width = data.text_tokens
+    return asdict(
+        TextInfo(
+            encoder=data.text_encoder, revision=None, length=length, width=width, dtype="float16", captions=0, cut=0
+        )
+    )
+
+
+def training_plan(config: RunConfig, store: Store, out: Path, device: str) -> Plan:
+    """What `train` would do with a config on this data and device, and what a step of it costs."""
+    from scalelong.costs import costs_of
+
+    plan, fitted = _run_plan(config, store, out, device)
+    costs = costs_of(fitted)
+    return {**plan, "precision": fitted.train.precision, "costs": costs.as_dict()}
+
+
+def _run_plan(config: RunConfig, store: Store, out: Path, device: str) -> tuple[Plan, RunConfig]:
     from scalelong import experiment
     from scalelong.config import resolved_for, to_dict
 
-    config = config if store is None else experiment.fitted_to(config, store)
+    config = experiment.fitted_to(config, store)
     config = replace(config, train=resolved_for(config.train, device))
     experiment.check_folder(config, out)
     parameters = sum(p.numel() for p in experiment.build_model(config, "meta").parameters())
     # Weights, gradients and Adam's two moments, and each average, in float32; activations come on top.
     state_bytes = 4 * parameters * (4 + len(config.train.ema_rates))
-    return {
+    plan = {
         "out": str(out),
-        "images": None if store is None else len(store),
+        "data": store.manifest.source,
+        "images": len(store),
         "parameters": parameters,
-        "gflop_per_image": round(experiment.flops_per_image(config) / 1e9, 2),
         "state_gib": round(state_bytes / 2**30, 3),
         "images_per_step": config.train.batch_size,
         "steps": config.train.steps,
         "starts_at": experiment.last_step(out),
-        "epochs": None if store is None else round(config.train.steps * config.train.batch_size / len(store), 2),
+        "epochs": round(config.train.steps * config.train.batch_size / len(store), 2),
         "config": to_dict(config),
     }
+    return plan, config
 
 
 def training_text(plan: Plan) -> str:
     """A training plan for people."""
     resumed = f", the first {plan['starts_at']:,} of them done" if plan["starts_at"] else ""
-    data = "no data is given: sizes are the preset's own"
-    if plan["images"] is not None:
-        data = f"{plan['epochs']} epochs of {plan['images']:,} images"
     return (
         f"{json.dumps(plan['config'], indent=2, ensure_ascii=False)}\n"
-        f"{plan['parameters']:,} parameters; {plan['gflop_per_image']:,} GFLOP to train on an image; "
-        f"{plan['state_gib']} GiB for weights, gradients, optimiser and "
-        f"averages, activations not counted; {plan['images_per_step']} images per step, {plan['steps']:,} "
-        f"steps{resumed}: "
-        f"{data}; nothing was written."
+        f"{_costs_text(plan)}\n"
+        f"{plan['images_per_step']} images per step, {plan['steps']:,} steps{resumed}: "
+        f"{plan['epochs']} epochs of {plan['images']:,} images ({plan['data']}); nothing was written."
+    )
+
+
+def _costs_text(plan: Plan) -> str:
+    costs = plan["costs"]
+    parts = ("weights", "gradients", "optimiser", "averages", "activations")
+    checkpointed = plan["config"]["train"]["checkpoint_activations"]
+    used = {**costs, "activations": costs["activations_checkpointed"] if checkpointed else costs["activations"]}
+    other = "activations" if checkpointed else "activations_checkpointed"
+    listed = ", ".join(f"{part} {used[part] / 2**30:.2f}" for part in parts)
+    return (
+        f"{costs['parameters']:,} parameters; {costs['flops_per_image'] / 1e9:,.1f} GFLOP per image trained, "
+        f"{costs['flops_per_step'] / 1e12:,.2f} TFLOP per step\n"
+        f"memory for {costs['images_at_once']:,} images at once in {plan['precision']}, computed for eager steps: "
+        f"{sum(used[part] for part in parts) / 2**30:.2f} GiB ({listed}; activations "
+        f"{costs[other] / 2**30:.2f} {'without' if checkpointed else 'with'} train.checkpoint_activations)"
     )
 
 
@@ -81,7 +163,7 @@ def comparison_plan(group: Sequence[Member], store: Store, out: Path, workers: i
         raise ValueError(f"{out} is a file; --out is a folder for the runs and their report.")
     runs = []
     for member in group:
-        plan = training_plan(member.config, store, member.folder, device)
+        plan, _ = _run_plan(member.config, store, member.folder, device)
         runs.append({"scaling": member.scaling, "seed": member.seed, "folder": plan.pop("out"), **plan})
     at_once = sorted((run["state_gib"] for run in runs), reverse=True)[:workers]
     return {
@@ -115,15 +197,24 @@ def first_image(source: Source) -> Image | None:
     return next((item.image for item in source.items() if item.image is not None), None)
 
 
-def preparation_plan(source: Source, out: Path) -> Plan:
-    """What `prepare` would write, if no image is broken."""
+def preparation_plan(
+    source: Source, out: Path, autoencoder: Autoencoder | None = None, latents_only: bool = False
+) -> Plan:
+    """What `prepare` would write, if no image is broken; of captions, as long as the first ones are."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty; choose another --out, or remove it first.")
     first = first_image(source)
     if first is None:
         raise ValueError(f"{source.description}: none of its {source.count:,} images can be decoded.")
     height, width, channels = first.shape
-    per_image = first.nbytes + (8 if source.classes is not None else 0)  # a label is an int64
+    kept = 0 if latents_only else first.nbytes if source.shards is None else _PLACE_BYTES
+    label = 0 if source.classes is None else 8  # an int64
+    latents, latent_bytes = None, 0
+    if autoencoder is not None:
+        from scalelong.data.latents import moment_bytes
+
+        latents = autoencoder.space(height, width, channels)
+        latent_bytes = moment_bytes(latents, autoencoder.is_random)
     return {
         "source": source.description,
         "out": str(out),
@@ -132,8 +223,19 @@ def preparation_plan(source: Source, out: Path) -> Plan:
         "width": width,
         "channels": channels,
         "classes": source.classes,
-        "bytes": source.count * per_image,
+        "latents": None if latents is None else asdict(latents),
+        "bytes": round(source.count * (kept + label + latent_bytes + _caption_bytes(source))),
     }
+
+
+_PLACE_BYTES = 3 * 8  # of an image that stays in its shard: number of the shard, first byte, bytes
+
+
+def _caption_bytes(source: Source) -> float:
+    """Of an image's line in captions.jsonl: the mean over the first images."""
+    found = [item.captions for item in islice(source.items(), 64) if item.image is not None]
+    lines = [json.dumps(captions, ensure_ascii=False) + "\n" for captions in found if captions is not None]
+    return sum(len(line.encode()) for line in lines) / max(len(found), 1)
 
 
 def preparation_text(plan: Plan) -> str:
@@ -146,9 +248,13 @@ def preparation_text(plan: Plan) -> str:
             f"; {told['captions']:,} captions as {told['length']} tokens of width {told['width']} in float16, "
             f"{plan['text_bytes'] / 2**20:,.1f} MiB of it"
         )
+    latents = ""
+    if plan["latents"]:
+        latents = "with latents of {width}×{height}×{channels} by {autoencoder}; ".format(**plan["latents"])
     return (
         f"{plan['source']}: {plan['count']:,} images{labels}, the first of {plan['width']}×{plan['height']}×"
-        f"{plan['channels']}; {total / 2**20:,.1f} MiB would go to {plan['out']}{text}; nothing was written."
+        f"{plan['channels']}; {latents}{total / 2**20:,.1f} MiB would go to {plan['out']}{text}; nothing was "
+        "written."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,7 @@ from scalelong.cli.common import print_result, tracked
 from scalelong.cli.plan import first_image, preparation_plan, preparation_text
 
 if TYPE_CHECKING:
+    from scalelong.data.latents import Autoencoder
     from scalelong.data.sources import Source
     from scalelong.data.text import TextEncoder
 
@@ -21,11 +23,10 @@ EXAMPLES = (
     "[bold]scalelong prepare celeba:CelebA --out data/celeba64[/], "
     "[bold]scalelong prepare imagenet64:ILSVRC2012 --out data/imagenet64[/], "
     "[bold]scalelong prepare coco:coco2014 --split train --size 256 --out data/coco[/], "
-    "[bold]scalelong prepare coco64 --text-encoder openai/clip-vit-large-patch14 --out data/coco64[/] or "
+    "[bold]scalelong prepare coco64 --text-encoder openai/clip-vit-large-patch14 --out data/coco64[/], "
+    "[bold]scalelong prepare imagenet256:ILSVRC2012 --autoencoder stabilityai/sd-vae-ft-ema --out data/in256[/] or "
     "[bold]scalelong prepare shards:tars --size 256 --crop adm --out data/index[/]"
 )
-
-_INDEX_BYTES = 4 * 8  # of an image that stays in its shard: number of the shard, first byte, bytes, label
 
 
 def prepare(
@@ -62,6 +63,25 @@ def prepare(
     text_len: Annotated[
         int | None, typer.Option(min=1, help="Tokens per caption, 77 unless told: longer captions are cut.")
     ] = None,
+    autoencoder: Annotated[
+        str | None,
+        typer.Option(
+            help="Write latents as well, for data.space=latents: the folder of a diffusers autoencoder or "
+            "pipeline, or a name on the hub."
+        ),
+    ] = None,
+    scale: Annotated[
+        float | None, typer.Option(help="What latents are multiplied by; by default the autoencoder's own factor.")
+    ] = None,
+    latents_only: Annotated[
+        bool,
+        typer.Option(
+            "--latents-only", help="Leave the images out. Evaluation then needs another store to compare with."
+        ),
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="Where to encode: cpu or cuda; by default the GPU where there is one.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
@@ -69,6 +89,7 @@ def prepare(
     from scalelong.data.prepare import prepare as run
     from scalelong.data.sources import open_source
 
+    images_encoder = _autoencoder(autoencoder, scale, latents_only, device)
     found = open_source(
         source, split=split, size=size, crop=crop, image_column=image_column, caption_column=caption_column
     )
@@ -76,9 +97,7 @@ def prepare(
         _check_resized(found, size)
     encoder = _encoder(text_encoder, text_len)
     if dry_run:
-        plan = preparation_plan(found, out)
-        if found.shards is not None:
-            plan["bytes"] = found.count * _INDEX_BYTES
+        plan = preparation_plan(found, out, images_encoder, latents_only)
         if encoder is not None:
             plan |= _text_plan(found, encoder)
         print_result(plan, as_json, preparation_text(plan))
@@ -89,6 +108,8 @@ def prepare(
         progress=lambda items, count: tracked(items, count, f"preparing {found.description}"),
         text_encoder=encoder,
         text_progress=lambda batches, count: tracked(batches, count, "encoding captions"),
+        autoencoder=images_encoder,
+        latents_only=latents_only,
     )
     manifest = store.manifest
     for line in manifest.skipped:
@@ -101,6 +122,11 @@ def prepare(
         if info.cut:
             typer.echo(f"{info.cut:,} of {info.captions:,} captions were longer and are cut.", err=True)
     shards = f", left in {len(manifest.shards)} shards" if manifest.shards is not None else ""
+    latents, on = "", ""
+    if (space := manifest.latents) is not None:
+        kept = "as" if latents_only else "with"
+        latents = f", {kept} latents of {space.width}×{space.height}×{space.channels}"
+        on = " --set data.space=latents"
     print_result(
         {
             "out": str(out),
@@ -112,11 +138,12 @@ def prepare(
             "captions": store.captions is not None,
             "text": manifest.text,
             "shards": manifest.shards,
+            "latents": manifest.latents and asdict(manifest.latents),
             "skipped": manifest.skipped,
         },
         as_json,
         f"{out}: {len(store):,} images of {manifest.width}×{manifest.height}×{manifest.channels}{labels}{captions}"
-        f"{shards}. Next: scalelong train PRESET --data {out}",
+        f"{latents}{shards}. Next: scalelong train PRESET --data {out}{on}",
     )
 
 
@@ -139,6 +166,21 @@ def _text_plan(source: Source, encoder: TextEncoder) -> dict[str, Any]:
     captions = round(source.count * sum(counts) / len(counts))
     text = {"encoder": encoder.name, "length": encoder.length, "width": encoder.width, "captions": captions}
     return {"text": text, "text_bytes": encoder.bytes_of(captions)}
+
+
+def _autoencoder(
+    place: str | None, scale: float | None, latents_only: bool, device: str | None
+) -> Autoencoder | None:
+    """Opened first: what is wrong with it shows before the images are read."""
+    if place is None:
+        if scale is not None or latents_only:
+            option = "--latents-only" if latents_only else f"--scale {scale:g}"
+            raise ValueError(f"latents are made by an autoencoder, got {option} alone; give --autoencoder as well.")
+        return None
+    from scalelong.data.latents import load_autoencoder
+    from scalelong.experiment import usable_device
+
+    return load_autoencoder(place, scale=scale, device=usable_device(device))
 
 
 def _check_resized(source: Source, size: int) -> None:

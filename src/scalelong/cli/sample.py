@@ -48,6 +48,9 @@ def sample(
     posthoc_ema: Annotated[
         float | None, typer.Option(help="An average of this width, from the run's snapshots (train.posthoc_every).")
     ] = None,
+    autoencoder: Annotated[
+        str | None, typer.Option(help="Where the autoencoder of a run on latents is now, if it was moved.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
@@ -59,7 +62,9 @@ def sample(
 
     _check_picture(out)
     device = local_device(experiment.usable_device(device))
-    loaded = experiment.load_run(run, ema_rate=ema, posthoc_width=posthoc_ema, device=device)
+    loaded = experiment.load_run(
+        run, ema_rate=ema, posthoc_width=posthoc_ema, device=device, autoencoder=autoencoder
+    )
     how = sampling_of(loaded.config, sampler=sampler, steps=steps, guidance=guidance)
     if label is not None:
         if loaded.num_classes is None:

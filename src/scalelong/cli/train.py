@@ -32,6 +32,9 @@ def train(
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a setting; may be given often.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; an existing run in it is resumed.")] = None,
+    autoencoder: Annotated[
+        str | None, typer.Option(help="Where the autoencoder that made the data's latents is now, if it was moved.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU where there is one.")] = None,
     logger: Annotated[
         str, typer.Option(help="tensorboard, wandb (both), or none; metrics.jsonl is always written.")
@@ -59,12 +62,9 @@ def train(
     config = with_overrides(run_preset(preset), overrides)
     out = out or Path("runs") / f"{preset}-{config.model.scaling.replace('/', '-').replace(':', '-')}"
     device = experiment.usable_device(device)
-    if dry_run and data is None and preset != "digits":
-        plan = training_plan(config, None, out, device)
-        print_result(plan, as_json, training_text(plan))
-        return
-    with opened_data(data, dry_run) as store:
-        config = experiment.fitted_to(config, store)
+    with opened_data(data, dry_run, preset) as store:
+        config = experiment.with_autoencoder(experiment.fitted_to(config, store), autoencoder)
+        _say_null_class(config, run_preset(preset).data.label_dropout)
         if dry_run:
             plan = training_plan(config, store, out, device)
             print_result(plan, as_json, training_text(plan))
@@ -86,6 +86,20 @@ def train(
         as_json,
         f"{out}: step {step:,} of {config.train.steps:,} is saved.{again} Next: scalelong sample {out}",
     )
+
+
+def _say_null_class(config: RunConfig, published_dropout: float) -> None:
+    """A class embedding more than the data has classes is worth a word, most where the recipe has none."""
+    from scalelong.experiment import num_classes
+
+    dropout = config.data.label_dropout
+    if config.data.condition == "class" and dropout > 0 and is_first_process():
+        more = "" if published_dropout else "; the published recipe has no such row"
+        typer.echo(
+            f"labels are dropped with probability {dropout:g}: {(num_classes(config) or 0) + 1:,} class "
+            f"embeddings, the last one for no class{more}.",
+            err=True,
+        )
 
 
 def _never(model: Any) -> dict[str, float]:

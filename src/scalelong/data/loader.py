@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from scalelong.data.contexts import text_of
+from scalelong.data.latents import LatentSpace
 from scalelong.data.random import Stream, permutation
 from scalelong.data.shards import ShardImages
 from scalelong.data.store import Store
@@ -21,7 +22,7 @@ from scalelong.data.store import Store
 class Batch:
     """`indices` are positions in the endless stream; noise and times are drawn by them too."""
 
-    images: Tensor  # [B, C, H, W] in [-1, 1]
+    images: Tensor  # [B, C, H, W] in [-1, 1], or latents, scaled
     condition: Tensor | None  # classes [B], num_classes for a dropped one; or contexts [B, L, D] of captions
     indices: Tensor  # [B]
 
@@ -31,7 +32,8 @@ class Loader:
 
     A store of up to `resident_bytes` lives on the device; a larger one is read through its memory map. Shards are
     decoded as they are needed, the next batch ahead while the device is busy with this one. With `label_dropout`
-    images have labels, with `text_dropout` the context of one of their captions; so many are dropped.
+    images have labels, with `text_dropout` the context of one of their captions; so many are dropped. With
+    `latents` the stream is of these: each is drawn from its moments anew whenever it comes.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Loader:
         flip: bool = False,
         label_dropout: float | None = None,
         text_dropout: float | None = None,
+        latents: bool = False,
         resident_bytes: int = 8 << 30,
     ) -> None:
         if label_dropout is not None and store.labels is None:
@@ -59,10 +62,13 @@ class Loader:
         self.drops = Stream(seed, "label dropout") if self.dropout else None
         self.choices = Stream(seed, "caption")
         self.text = None if text_dropout is None else text_of(store)
+        self.space = latent_space(store) if latents else None
+        self.posterior = Stream(seed, "posterior")
+        self.source = store.images if self.space is None else _latent_rows(store, flip)
         self.resident = None
         text_bytes = 0 if self.text is None else self.text.tokens.nbytes
-        if not isinstance(store.images, ShardImages) and store.images.nbytes + text_bytes <= resident_bytes:
-            self.resident = torch.from_numpy(np.array(store.images)).to(self.device)
+        if not isinstance(self.source, ShardImages) and self.source.nbytes + text_bytes <= resident_bytes:
+            self.resident = torch.from_numpy(np.array(self.source[:])).to(self.device)
         # Where images are read by the host, their order stays there: to ask the device for it would wait for it.
         self._place = self.device if self.resident is not None else torch.device("cpu")
         self.labels = None if store.labels is None else torch.from_numpy(store.labels).to(self._place)
@@ -81,21 +87,20 @@ class Loader:
         return self.finish(*self.fetch(start, size), torch.arange(start, start + size, device=self.device))
 
     def fetch(self, start: int, size: int) -> tuple[Tensor, Tensor | None]:
-        """The same images as the store has them: pixels [B, H, W, C] of 0 … 255, and labels or contexts."""
+        """The same images as the store has them: pixels [B, H, W, C] of 0 … 255, or moments; labels or contexts."""
         rows = self._rows(start, size)
+        places = rows if self.space is None else self._flip_of(start, rows)
         if self.resident is not None:
-            pixels = self.resident[rows]
+            pixels = self.resident[places]
         else:
-            pixels = torch.from_numpy(self._read(start, size, rows.numpy()))
+            pixels = torch.from_numpy(self._read(start, size, places.numpy()))
             pixels = pixels.pin_memory() if self.device.type == "cuda" else pixels
         return pixels, self._condition(start, rows)
 
     def finish(self, pixels: Tensor, condition: Tensor | None, indices: Tensor) -> Batch:
         """What is drawn by the position in the stream: flips, dropped conditions. Operations on tensors alone."""
-        images = pixels.to(self.device).permute(0, 3, 1, 2).to(torch.float32) / 127.5 - 1
-        if self.flips is not None:
-            flipped = (self.flips.bits(indices, 1)[:, 0] & 1).bool()
-            images = torch.where(flipped[:, None, None, None], images.flip(3), images)
+        pixels = pixels.to(self.device)
+        images = self._images(pixels, indices) if self.space is None else self._latents(pixels, indices)
         if condition is not None:
             condition = condition.to(self.device, torch.int64 if self.text is None else torch.float32)
             if self.drops is not None:
@@ -103,6 +108,28 @@ class Loader:
                 dropped = dropped.view(-1, *(1,) * (condition.ndim - 1))
                 condition = torch.where(dropped, self.null, condition)
         return Batch(images.contiguous(), condition, indices)
+
+    def _images(self, pixels: Tensor, indices: Tensor) -> Tensor:
+        images = pixels.permute(0, 3, 1, 2).to(torch.float32) / 127.5 - 1
+        if self.flips is None:
+            return images
+        flipped = (self.flips.bits(indices, 1)[:, 0] & 1).bool()
+        return torch.where(flipped[:, None, None, None], images.flip(3), images)
+
+    def _latents(self, moments: Tensor, indices: Tensor) -> Tensor:
+        """mean + deviation · noise, scaled. A fetch has chosen the flip: it reads half of the bytes for that."""
+        assert self.space is not None
+        means, deviations = moments.to(torch.float32).tensor_split([self.space.channels], dim=1)
+        if deviations.shape[1]:  # else nothing is random in the encoding
+            means = means + deviations * self.posterior.normal(indices, tuple(means.shape[1:]))
+        return (means - self.space.shift_factor) * self.space.scaling_factor
+
+    def _flip_of(self, start: int, rows: Tensor) -> Tensor:
+        """Where the latents of these images lie: an image's two flips are neighbours."""
+        if self.flips is None:
+            return rows
+        indices = torch.arange(start, start + len(rows), device=rows.device)
+        return 2 * rows + (self.flips.bits(indices, 1)[:, 0] & 1)
 
     def buffers(self, size: int) -> tuple[Tensor, Tensor | None]:
         """Empty tensors on the device that a fetch of `size` images fits into."""
@@ -123,8 +150,8 @@ class Loader:
         contexts = self.contexts[first + self.choices.integers(indices, count)]
         return contexts.pin_memory() if self.device.type == "cuda" and not contexts.is_cuda else contexts
 
-    def _read(self, start: int, size: int, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        images = self.store.images
+    def _read(self, start: int, size: int, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        images = self.source
         if not isinstance(images, ShardImages):
             return images[rows]
         requested = self._ahead.take(start, size)
@@ -146,6 +173,22 @@ class Loader:
 
     def _shuffled(self, epoch: int) -> Tensor:
         return permutation(self.seed, "order", epoch, len(self.store)).to(self._place)
+
+
+def latent_space(store: Store) -> LatentSpace:
+    """That of a store, or a sentence where it has none."""
+    if store.manifest.latents is None:
+        raise ValueError(
+            f"{store.folder} has no latents, and data.space=latents asks for them; prepare it with scalelong "
+            "prepare SOURCE --autoencoder NAME_OR_FOLDER, or train with data.space=pixels."
+        )
+    return store.manifest.latents
+
+
+def _latent_rows(store: Store, flip: bool) -> np.ndarray[Any, np.dtype[np.float16]]:
+    """[N, …] of the images as they are, or [2 N, …] with each followed by its flip."""
+    assert store.latents is not None
+    return store.latents.reshape(-1, *store.latents.shape[2:]) if flip else store.latents[:, 0]
 
 
 class _Ahead:

@@ -7,22 +7,26 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from scalelong.data.files import sha256, sync, sync_folder
 from scalelong.data.images import Image, Item, Source, SourceError, in_threads
+from scalelong.data.latents import Autoencoder, as_float16, images_at_once
 from scalelong.data.store import (
     CAPTIONS,
     FORMAT,
     IMAGES,
     INDEX,
     LABELS,
+    LATENTS,
     MANIFEST,
     SHARDS_FORMAT,
-    ImageWriter,
+    ArrayWriter,
     Manifest,
     Store,
     open_store,
@@ -42,12 +46,19 @@ def prepare(
     progress: Callable[[Iterable[Item], int], Iterable[Item]] | None = None,
     text_encoder: TextEncoder | None = None,
     text_progress: Callable[[Iterable[Any], int], Iterable[Any]] | None = None,
+    autoencoder: Autoencoder | None = None,
+    latents_only: bool = False,
 ) -> Store:
     """Write `source` to the folder `out`, whole or not at all. `progress` wraps the items, to show a bar.
 
-    With a `text_encoder` all captions are encoded, too; `text_progress` wraps their batches.
+    With a `text_encoder` all captions are encoded, too; `text_progress` wraps their batches. With an `autoencoder`
+    the images' latents are written beside them, or, with `latents_only`, in their place.
     """
     out = Path(out)
+    if latents_only and autoencoder is None:
+        raise SourceError("latents are made by an autoencoder, got latents_only without one; give --autoencoder.")
+    if latents_only:
+        source = replace(source, shards=None)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "a prepared dataset" if (out / MANIFEST).is_file() else "something else"
         raise SourceError(f"{out} already holds {what}; choose another --out, or remove it first.")
@@ -55,7 +66,7 @@ def prepare(
     # Beside the target, so that the last step is a rename on one filesystem.
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
     try:
-        _fill(work, out, source, progress, text_encoder, text_progress)
+        _fill(work, out, source, progress, text_encoder, text_progress, autoencoder, latents_only)
         sync_folder(work)
         if out.is_dir():
             out.rmdir()
@@ -74,8 +85,11 @@ def _fill(
     progress: Callable[[Iterable[Item], int], Iterable[Item]] | None,
     text_encoder: TextEncoder | None,
     text_progress: Callable[[Iterable[Any], int], Iterable[Any]] | None,
+    autoencoder: Autoencoder | None,
+    latents_only: bool,
 ) -> None:
-    writer = _Writer(work, source, needs_captions=text_encoder is not None)
+    latents = _LatentWriter(work / LATENTS, autoencoder) if autoencoder is not None else None
+    writer = _Writer(work, source, latents, keep_images=not latents_only, needs_captions=text_encoder is not None)
     items: Iterable[Item] = source.items()
     for item in progress(items, source.count) if progress else items:
         writer.append(item)
@@ -103,8 +117,10 @@ def _fill(
         skipped=writer.skipped,
         sha256=checksums,
         shards=shards,
-        crop=source.crop,
+        crop=source.crop if shards is not None else None,
         text=text,
+        latents=None if autoencoder is None else autoencoder.space(height, width, channels),
+        latents_only=latents_only or None,
     )
     write_manifest(work, manifest)
 
@@ -112,9 +128,16 @@ def _fill(
 class _Writer:
     """Items to files: pixels or places, labels where the source has classes, captions where the items have them."""
 
-    def __init__(self, work: Path, source: Source, needs_captions: bool = False) -> None:
-        self.work, self.source, self.needs_captions = work, source, needs_captions
-        self.pixels = ImageWriter(work / IMAGES) if source.shards is None else None
+    def __init__(
+        self,
+        work: Path,
+        source: Source,
+        latents: _LatentWriter | None = None,
+        keep_images: bool = True,
+        needs_captions: bool = False,
+    ) -> None:
+        self.work, self.source, self.latents, self.needs_captions = work, source, latents, needs_captions
+        self.pixels = ArrayWriter(work / IMAGES) if source.shards is None and keep_images else None
         self.captions = (work / CAPTIONS).open("w", encoding="utf-8")
         self.places: list[tuple[int, int, int] | None] = []
         self.labels: list[int | None] = []
@@ -129,9 +152,11 @@ class _Writer:
             _check_skipped(self.skipped, self.source.count)
             return
         self._check(item, item.image)
+        if self.latents is not None:
+            self.latents.append(item.name, item.image)
         if self.pixels is not None:
             self.pixels.append(item.image)
-        else:
+        elif self.source.shards is not None:
             self.places.append(item.place)
         self.labels.append(item.label)
         if item.captions is not None:
@@ -168,10 +193,13 @@ class _Writer:
                 f"{self.source.description} gave no images"
                 + (f"; the first problem: {self.skipped[0]}" if self.skipped else ".")
             )
-        names = [IMAGES]
-        if self.pixels is None:
+        names = [IMAGES] if self.pixels is not None else []
+        if self.source.shards is not None:
             np.save(self.work / INDEX, np.asarray(self.places, np.int64))
             names = [INDEX]
+        if self.latents is not None:
+            self.latents.close()
+            names.append(LATENTS)
         if self.source.classes is not None:
             np.save(self.work / LABELS, np.asarray(self.labels, np.int64))
             names.append(LABELS)
@@ -180,6 +208,36 @@ class _Writer:
         else:
             (self.work / CAPTIONS).unlink()
         return names
+
+
+class _LatentWriter:
+    """Images to latents, as many at once as the autoencoder takes."""
+
+    def __init__(self, path: Path, autoencoder: Autoencoder) -> None:
+        self.autoencoder = autoencoder
+        self.file = ArrayWriter(path, np.float16)
+        self.names: list[str] = []
+        self.waiting: list[Image] = []
+
+    def append(self, name: str, image: Image) -> None:
+        if not self.waiting and not self.file.count:
+            self.autoencoder.check(*image.shape)
+        self.names.append(name)
+        self.waiting.append(image)
+        if len(self.waiting) == images_at_once(*image.shape[:2]):
+            self._write()
+
+    def _write(self) -> None:
+        moments = self.autoencoder.moments(torch.from_numpy(np.stack(self.waiting)))
+        for both_flips in as_float16(moments, self.names):
+            self.file.append(both_flips)
+        self.names, self.waiting = [], []
+
+    def close(self) -> None:
+        """Encode what is left."""
+        if self.waiting:
+            self._write()
+        self.file.close()
 
 
 def _shard_names(shards: tuple[Path, ...] | None, out: Path) -> list[str] | None:

@@ -1,6 +1,7 @@
 """A prepared dataset: one folder with memory-mapped uint8 images, labels, captions and a manifest with checksums.
 
-A store of shards has, in the images' place, an index of where they lie in tars outside of it.
+A store of shards has, in the images' place, an index of where they lie in tars outside of it. Latents, where an
+autoencoder was given, come beside the images, or in their place.
 """
 
 from __future__ import annotations
@@ -8,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, Self
 
 import numpy as np
 
 from scalelong.data.files import sha256
 from scalelong.data.images import Decoder
+from scalelong.data.latents import LatentSpace
 from scalelong.data.shards import ShardImages
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 FORMAT, SHARDS_FORMAT = "scalelong-store-1", "scalelong-shards-1"
 IMAGES, LABELS, CAPTIONS, INDEX = "images.npy", "labels.npy", "captions.jsonl", "index.npy"
+LATENTS = "latents.npy"
 MANIFEST, VERIFIED = "manifest.json", ".verified"
 _HEADER_BYTES = 128
 
@@ -38,7 +41,8 @@ class Manifest:
 
     `sha256` has a checksum for every file, the shards included; `shards` are their paths, relative to the store
     where they lie beside it, and `crop` how their images are cut (None: as they are). `text` is what encoded the
-    captions, if anything did (`contexts.TextInfo`).
+    captions, if anything did (`contexts.TextInfo`), `latents` what the store's latents are; with `latents_only`
+    there are no images, and height, width, channels are what they had.
     """
 
     format: str
@@ -53,6 +57,8 @@ class Manifest:
     shards: list[str] | None = None
     crop: str | None = None
     text: dict[str, Any] | None = None
+    latents: LatentSpace | None = None
+    latents_only: bool | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -66,6 +72,8 @@ class Manifest:
             )
         try:
             manifest = cls(**json.loads(file.read_text(encoding="utf-8")))
+            if manifest.latents is not None:
+                manifest = replace(manifest, latents=LatentSpace(**manifest.latents))  # type: ignore[arg-type]
         except (TypeError, json.JSONDecodeError) as error:
             raise StoreError(f"{file} cannot be read ({error}); prepare the dataset again.") from error
         if manifest.format not in (FORMAT, SHARDS_FORMAT):
@@ -75,14 +83,33 @@ class Manifest:
         return manifest
 
 
+class NoImages:
+    """The images of a store that keeps their latents alone: whoever asks for one gets a sentence."""
+
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, folder: Path, shape: tuple[int, ...]) -> None:
+        self.folder, self.shape, self.nbytes = folder, shape, 0
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Any) -> NoReturn:
+        raise StoreError(
+            f"{self.folder} was prepared with --latents-only and keeps no images; give another store of the same "
+            "data with --data, such as one of its validation images, or prepare it with them."
+        )
+
+
 @dataclass(frozen=True)
 class Store:
     """Images [N, H, W, C] uint8, mapped not read (or decoded from shards when asked for), and labels [N] int64."""
 
     folder: Path
     manifest: Manifest
-    images: np.ndarray[Any, np.dtype[np.uint8]] | ShardImages
+    images: np.ndarray[Any, np.dtype[np.uint8]] | ShardImages | NoImages
     labels: np.ndarray[Any, np.dtype[np.int64]] | None
+    latents: np.ndarray[Any, np.dtype[np.float16]] | None = None  # [N, 2 flips, moments, h, w], mapped
 
     def __len__(self) -> int:
         return self.manifest.count
@@ -122,11 +149,26 @@ def open_store(folder: str | Path) -> Store:
     manifest = Manifest.read(folder)
     _verify(folder, manifest)
     labels = np.load(folder / LABELS, allow_pickle=False) if manifest.classes is not None else None
-    return Store(folder, manifest, _open_images(folder, manifest), labels)
+    return Store(folder, manifest, _open_images(folder, manifest), labels, _open_latents(folder, manifest))
 
 
-def _open_images(folder: Path, manifest: Manifest) -> np.ndarray[Any, np.dtype[np.uint8]] | ShardImages:
+def _open_latents(folder: Path, manifest: Manifest) -> np.ndarray[Any, np.dtype[np.float16]] | None:
+    space = manifest.latents
+    if space is None:
+        return None
+    latents = np.load(folder / LATENTS, mmap_mode="r", allow_pickle=False)
+    shapes = [(manifest.count, 2, n * space.channels, space.height, space.width) for n in (1, 2)]
+    if latents.shape not in shapes or latents.dtype != np.float16:
+        raise StoreError(
+            f"{folder / LATENTS} holds {latents.dtype} {latents.shape}, the manifest says float16 {shapes[1]}."
+        )
+    return latents
+
+
+def _open_images(folder: Path, manifest: Manifest) -> np.ndarray[Any, np.dtype[np.uint8]] | ShardImages | NoImages:
     expected = (manifest.count, manifest.height, manifest.width, manifest.channels)
+    if manifest.latents_only:
+        return NoImages(folder, expected)
     if manifest.shards is not None:
         places = np.load(folder / INDEX, mmap_mode="r", allow_pickle=False)
         if places.shape != (manifest.count, 3):
@@ -141,27 +183,28 @@ def _open_images(folder: Path, manifest: Manifest) -> np.ndarray[Any, np.dtype[n
     return images
 
 
-class ImageWriter:
-    """Appends images of one shape to a .npy file whose length is only known at the end."""
+class ArrayWriter:
+    """Appends arrays of one shape and type to a .npy file whose length is only known at the end."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, dtype: type[np.generic] = np.uint8) -> None:
+        self.dtype = np.dtype(dtype)
         self.file: BinaryIO = path.open("wb")
         self.file.write(b"\0" * _HEADER_BYTES)
         self.shape: tuple[int, ...] | None = None
         self.count = 0
 
-    def append(self, image: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Add one image [H, W, C]; all have the first one's shape."""
+    def append(self, array: np.ndarray[Any, Any]) -> None:
+        """Add one array, such as an image [H, W, C]; all have the first one's shape."""
         if self.shape is None:
-            self.shape = image.shape
-        assert image.shape == self.shape
-        assert image.dtype == np.uint8
-        self.file.write(np.ascontiguousarray(image).data)
+            self.shape = array.shape
+        assert array.shape == self.shape
+        assert array.dtype == self.dtype
+        self.file.write(np.ascontiguousarray(array).data)
         self.count += 1
 
     def close(self) -> None:
         """Write the header over its place and let the file go."""
-        text = repr({"descr": "|u1", "fortran_order": False, "shape": (self.count, *(self.shape or ()))})
+        text = repr({"descr": self.dtype.str, "fortran_order": False, "shape": (self.count, *(self.shape or ()))})
         body = text.encode().ljust(_HEADER_BYTES - 11) + b"\n"
         self.file.seek(0)
         self.file.write(b"\x93NUMPY\x01\x00" + len(body).to_bytes(2, "little") + body)

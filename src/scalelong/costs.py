@@ -1,0 +1,91 @@
+"""What a run costs, counted before it begins: parameters, arithmetic and memory. Computed, not measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from scalelong import experiment
+from scalelong.backbones.flops import forward_flops
+from scalelong.backbones.memory import step_bytes
+from scalelong.config import RunConfig
+from scalelong.presets import model_preset
+
+_CLIP_TOKENS = 77
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Of one step. Memory is in bytes, of a process that has `images_at_once` in flight.
+
+    `activations` is what a step needs besides weights, gradients, optimiser and averages, at its fullest moment.
+    """
+
+    parameters: int
+    flops_per_image: int  # forward and backward
+    flops_per_step: int  # of the whole batch
+    images_at_once: int
+    weights: int
+    gradients: int
+    optimiser: int
+    averages: int
+    activations: int
+    activations_checkpointed: int  # with train.checkpoint_activations
+
+    @property
+    def state(self) -> int:
+        """What stays from step to step."""
+        return self.weights + self.gradients + self.optimiser + self.averages
+
+    def as_dict(self) -> dict[str, int]:
+        """For JSON."""
+        return asdict(self)
+
+
+def costs_of(config: RunConfig, processes: int = 1) -> Costs:
+    """The costs of a run that was fitted to its data and device, its batch shared among some processes."""
+    train = config.train
+    images = -(-train.batch_size // (train.accumulate * processes))
+    parameters = sum(p.numel() for p in _network(config).parameters())
+    weights = _FLOAT32 * parameters
+    plain, checkpointed = (
+        step_bytes(partial(_network, config, again), partial(_inputs, config, images), train.precision).peak
+        for again in (False, True)
+    )
+    flops = 3 * forward_flops(partial(_network, config), partial(_inputs, config, 1))
+    return Costs(
+        parameters=parameters,
+        flops_per_image=flops,
+        flops_per_step=flops * train.batch_size,
+        images_at_once=images,
+        weights=weights,
+        gradients=weights,
+        optimiser=2 * weights,  # Adam's moments
+        averages=weights * (len(train.ema_rates) + (2 if train.posthoc_every else 0)),
+        activations=max(plain - weights, 0),
+        activations_checkpointed=max(checkpointed - weights, 0),
+    )
+
+
+def _network(config: RunConfig, checkpointed: bool = False) -> nn.Module:
+    chosen = replace(config, train=replace(config.train, checkpoint_activations=checkpointed))
+    return experiment.build_model(chosen, "meta")
+
+
+def _inputs(config: RunConfig, images: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the network is called with in a step."""
+    changes = {**model_preset(config.model.preset).config, **config.model.changes}
+    size = changes["sample_size"]
+    height, width = (size, size) if isinstance(size, int) else size
+    given: dict[str, Any] = {}
+    if config.data.condition == "class":
+        given["class_labels"] = torch.zeros(images, dtype=torch.int64)
+    elif config.data.condition == "text":
+        tokens = changes.get("text_len") or _CLIP_TOKENS
+        given["encoder_hidden_states"] = torch.empty(images, tokens, changes["cross_attention_dim"])
+    return (torch.empty(images, changes["in_channels"], height, width), torch.zeros(images)), given
