@@ -14,11 +14,16 @@ from diffusers import AutoencoderKL, DDIMScheduler
 from PIL import Image
 
 from scalelong import experiment
+from scalelong.config import with_overrides
 from scalelong.data.latents import load_autoencoder
+from scalelong.data.prepare import prepare
 from scalelong.data.random import Stream
 from scalelong.data.store import open_store
+from scalelong.data.text import TextEncoder
 from scalelong.export import export
+from scalelong.presets import run_preset
 from scalelong.training.step import Stepper
+from tests import texts
 from tests.cli.test_run_commands import fails, run
 from tests.data.test_latents import made_images, tiny_kl
 from tests.training.test_fit import config, same
@@ -249,3 +254,19 @@ def test_latents_need_not_be_square(folder, tmp_path):
     experiment.train(fitted, store, tmp_path / "run", device="cpu")
     loaded = experiment.load_run(tmp_path / "run", device="cpu")
     assert experiment.draw(loaded.config, loaded.model, 2, steps=2).shape == (2, 3, 8, 16)
+
+
+def test_text_and_latents_go_together(folder, tmp_path):
+    encoder = TextEncoder(texts.save_bert(tmp_path / "bert"), length=8)
+    autoencoder = load_autoencoder(folder / "vae")
+    store = prepare(texts.pictures(8), tmp_path / "store", text_encoder=encoder, autoencoder=autoencoder)
+    small = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 2}
+    settings = ["train.batch_size=4", "train.steps=2", "train.ema_rates=0.9", "sampling.steps=2"]
+    how = with_overrides(run_preset("coco-uvit-s"), [f"model.changes={json.dumps(small)}", *settings])
+    assert how.data.space == "latents"
+    experiment.train(how, store, tmp_path / "run", device="cpu", logger="none")
+    loaded = experiment.load_run(tmp_path / "run", device="cpu")
+    height, width, channels = store.images.shape[1:]
+    drawn = experiment.draw(loaded.config, loaded.model, 2, context=loaded.text.context)
+    assert drawn.shape == (2, channels, height, width)
+    assert loaded.config.model.changes["cross_attention_dim"] == 16

@@ -123,7 +123,14 @@ def test_the_unet_reads_text_too(store, tmp_path):
     settings = [f"model.changes={json.dumps(small)}", "model.scaling=cs:0.7", "model.placement=norm"]
     unet = with_overrides(
         run_preset("coco-unet"),
-        [*settings, "train.batch_size=4", "train.steps=2", "train.ema_rates=0.9", "train.warmup_steps=0"],
+        [
+            *settings,
+            "train.batch_size=4",
+            "train.steps=2",
+            "train.ema_rates=0.9",
+            "train.warmup_steps=0",
+            "data.space=pixels",
+        ],
     )
     unet = replace(unet, sampling=replace(unet.sampling, steps=2))
     experiment.train(unet, store, tmp_path / "run", device="cpu", logger="none")
@@ -176,7 +183,7 @@ def test_what_does_not_fit_is_told(store, trained, bert, tmp_path):
     plain = prepare(pictures(4), tmp_path / "plain")
     refused("captions that are not encoded; prepare", data=plain)
     refused("cifar10-unet has no place for text", "cifar10-unet", store, "data.condition=text")
-    refused("coco-unet reads text", "coco-unet", store, "data.condition=none")
+    refused("coco-unet reads text", "coco-unet", store, "data.condition=none", "data.space=pixels")
     wide = "model.changes.cross_attention_dim=768"
     refused(
         r"cross_attention_dim is 768, and the contexts in .* are 8 tokens of width 16", "coco64-uvit-s", store, wide
