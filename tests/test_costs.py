@@ -51,17 +51,17 @@ def test_label_dropout_adds_a_row():
 
 
 def test_memory_has_its_parts():
-    config = fitted("cifar10-uvit-xs", "train.precision=bf16", "train.accumulate=4", "train.posthoc_every=10")
-    costs = costs_of(config)
+    smaller = ["model.changes.num_layers=4", "train.precision=bf16", "train.accumulate=4"]
+    costs = costs_of(fitted("cifar10-uvit-xs", *smaller, "train.posthoc_every=10"))
     assert costs.images_at_once == 32
-    assert costs.weights == costs.gradients == 4 * PARAMETERS["cifar10-uvit-xs"]
+    assert costs.weights == costs.gradients == 4 * costs.parameters
     assert costs.optimiser == 2 * costs.weights
     assert costs.averages == 4 * costs.weights  # two rates, two profiles
     assert costs.state == 8 * costs.weights
     assert costs.flops_per_step == 128 * costs.flops_per_image
-    assert 0 < costs.activations_checkpointed < costs.activations / 2
+    assert 0 < costs.activations_checkpointed < 0.7 * costs.activations
     # Every block keeps at least its input and what its three matrices read, in bf16.
-    assert costs.activations > 32 * 257 * 256 * 2 * 13 * 10
+    assert costs.activations > 32 * 257 * 256 * 2 * 5 * 10
 
 
 def test_a_class_is_counted_as_a_token():

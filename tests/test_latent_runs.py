@@ -270,3 +270,22 @@ def test_text_and_latents_go_together(folder, tmp_path):
     drawn = experiment.draw(loaded.config, loaded.model, 2, context=loaded.text.context)
     assert drawn.shape == (2, channels, height, width)
     assert loaded.config.model.changes["cross_attention_dim"] == 16
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a graph is captured on a GPU")
+def test_the_captured_step_is_the_eager_one(store):
+    losses = []
+    for execution in ("eager", "captured"):
+        torch.compiler.reset()
+        settings = ["train.steps=8", "train.precision=fp32", f"train.execution={execution}", "data.condition=class"]
+        fitted = experiment.fitted_to(config(*settings, *LATENT), store)
+        loader = experiment.loader_for(fitted, store, "cuda")
+        model = experiment.build_model(fitted, "cuda").train()
+        step = Stepper(model, experiment.process_of(fitted), loader, fitted.train)
+        found = []
+        for i in range(8):
+            step.update(i, observed=i == 3)
+            found.append(step.loss.item())
+        step.check()
+        losses.append(torch.tensor(found))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=0)

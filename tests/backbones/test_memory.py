@@ -9,7 +9,7 @@ from torch import nn
 from scalelong.backbones.build import build
 from scalelong.backbones.memory import LiveBytes, step_bytes
 
-UVIT = partial(build, "cifar10-uvit-xs", hidden_size=64, num_layers=4, num_attention_heads=2, scaling="ls")
+UVIT = partial(build, "cifar10-uvit-xs", hidden_size=64, num_layers=2, num_attention_heads=2, scaling="ls")
 UNET = partial(
     build,
     "cifar10-unet",
@@ -87,7 +87,7 @@ def test_memory_grows_with_the_batch_and_shrinks_with_checkpoints_and_precision(
 
     plain = peak(UVIT, 32)
     assert peak(UVIT, 64) == pytest.approx(2 * plain, rel=0.1)
-    assert peak(partial(checkpointed, UVIT), 32) < 0.6 * plain
+    assert peak(partial(checkpointed, UVIT), 32) < 0.8 * plain
     assert 0.4 * plain < peak(UVIT, 32, "bf16") < 0.8 * plain
 
 
