@@ -183,7 +183,7 @@ def _folder_of(place: str) -> tuple[Path, str]:
     elif folder.exists() or folder.is_absolute() or place.startswith((".", "~")) or place.count("/") != 1:
         raise AutoencoderError(
             f"there is no folder {place!r}; an autoencoder is a folder that diffusers' save_pretrained wrote, a "
-            "pipeline's folder, or a name on the hub such as stabilityai/sd-vae-ft-mse."
+            "pipeline's folder, or a name on the hub such as stabilityai/sd-vae-ft-ema."
         )
     else:
         found = _from_hub(place)
