@@ -42,9 +42,7 @@ def kappa(
     num: Annotated[int, typer.Option(min=100, help="How many images of the data to noise.")] = 20_000,
     balance: Annotated[
         float | None,
-        typer.Option(
-            help="The most variance a skip may bring, over the main path's; by default the smallest there is."
-        ),
+        typer.Option(help="The most variance of a skip over its main path's; by default the smallest there is."),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Images per batch of the calibration.")] = 8,
     batches: Annotated[int, typer.Option(min=1, help="How many batches.")] = 3,

@@ -9,20 +9,19 @@ from scalelong.stability.noise_ratio import UPPER_QUANTILE, RatioAdvice
 
 def from_data(found: RatioAdvice) -> list[str]:
     """What the ratio says about κ for this number of skips."""
+    low, high = PAPER_RANGE
     sentences = [
         f"Under {found.process}, E‖x_t‖²/m = {found.mean_square_norm:.4f} over {found.images:,} images; the ratio "
         f"‖ε‖²/‖x_t‖² has mean {found.mean:.3f} and ratio of means {found.ratio_of_means:.3f}, and "
         f"{found.share_below_5:.2%} of it lies below 5.",
         f"For {found.num_skips} skips: {_end('the ratio of means', found.low)}; "
         f"{_end(f'the {UPPER_QUANTILE:.0%} quantile', found.high)}.",
-        f"The paper's κ in [{PAPER_RANGE[0]}, {PAPER_RANGE[1]}] stands for Σκ² from 1.22 "
-        f"({_kappa(found.paper_low)}) to "
-        f"5 ({_kappa(found.paper_high)}) at this number of skips.",
+        f"The paper's κ in [{low}, {high}] stands for Σκ² from 1.22 ({_kappa(found.paper_low)}) to 5 "
+        f"({_kappa(found.paper_high)}) at this number of skips.",
     ]
     if found.low.kappa is not None:
         sentences.append(
-            f"Paste: {data_spec(found)} is the middle of the range. The rule is the paper's, a matching of "
-            "orders of "
+            f"{data_spec(found)} is the middle of the range. The rule is the paper's, a matching of orders of "
             "magnitude: it says which κ are plausible, not which is best."
         )
     return sentences
@@ -41,48 +40,42 @@ def from_model(found: Calibration, trained: bool) -> list[str]:
     gains = [merge.gain for merge in found.merges]
     weights = "trained weights" if trained else "first weights"
     sentences = [
-        f"With these {weights} the merges enlarge the main path's variance by {min(gains):.3g} … "
-        f"{max(gains):.3g} times.",
-        f"Proposed: {found.spec}. " + _reason(found),
+        f"With these {weights} the skips make the variance at the merges {min(gains):.3g} … {max(gains):.3g} times "
+        "that of the main path alone.",
+        f"Proposed: {found.spec}. {_reason(found)}",
         _gain_sentence(found),
     ]
     undone = sum(merge.undone_by_norm for merge in found.merges) / len(found.merges)
     if undone > 0:
         sentences.append(
-            f"A GroupNorm follows the concatenation: on {undone:.0%} of the skips' channels it divides a "
-            "constant out "
-            "again, and only the shortcut sees it. With placement='norm' the constant acts behind the norm, "
-            "where skip "
-            "and main path come with equal variance whatever was measured here: take κ from the data or from "
-            "--probe there."
+            f"A GroupNorm follows the concatenation: on {undone:.0%} of the skips' channels it divides a constant "
+            "out again, and only the shortcut sees it. With placement='norm' the constant acts behind the norm, "
+            "where skip and main path come with equal variance whatever was measured here: take κ from the data or "
+            "from --probe there."
         )
     elif any(merge.behind == "concat" for merge in found.merges):
         sentences.append(
             "A LayerNorm over skip and main path follows the concatenation: a coefficient changes their shares, "
-            "not "
-            "the size of the sum."
+            "not the size of the sum."
         )
     if not trained:
         sentences.append(
-            "First weights say how training starts, not how it goes on: measure a run's folder, too, or use "
-            "--probe."
+            "First weights say how training starts, not how it goes on: measure a run's folder too, or use --probe."
         )
     return sentences
 
 
 def _reason(found: Calibration) -> str:
     if found.spec == "none":
-        return "No skip brings much more to its merge, against the main path, than another: the gain is flat as
-        it is." how = (
+        return "No skip brings much more to its merge, against the main path, than another: the gain is flat as is."
+    how = (
         f"κ^i is within a factor of {found.misfit:.2f} of the coefficients that"
         if found.spec.startswith("cs:")
-        else f"No κ^i comes near (the best, κ = {found.kappa:.2g}, is off by {found.misfit:.1f} times): these "
-        "numbers"
+        else f"No κ^i comes near (the best, κ = {found.kappa:.2g}, is {found.misfit:.1f} times off): these numbers"
     )
     outwards = (
-        " They shrink the outer skips most, the opposite of CS: the main path arrives there weakest, as the "
-        "merges before "
-        "have shrunk it."
+        " They shrink the outer skips most, the opposite of CS: the main path arrives weakest there, as the merges "
+        "before have shrunk it."
         if found.coefficients[0] < found.coefficients[-1]
         else ""
     )
@@ -97,11 +90,9 @@ def _gain_sentence(found: Calibration) -> str:
         else "so inner skips count less by themselves, and Thm 3.4 gives no reason for CS's direction"
     )
     return (
-        f"M_0 = {found.m0:.3g}, {direction}. Small changes of the input are enlarged at most "
-        f"{found.largest_gain:.3g} "
-        f"times, {found.typical_gain:.3g} typically; Thm 3.4 bounds that by {plain['bound']:.3g} without "
-        "scaling, by "
-        f"{plain['with_own_gains']:.3g} with each pair's own gain."
+        f"M_0 = {found.m0:.3g}, {direction}. Small changes of the input are enlarged {found.largest_gain:.3g} "
+        f"times at most, {found.typical_gain:.3g} typically; Thm 3.4 bounds that by {plain['bound']:.3g} without "
+        f"scaling, by {plain['with_own_gains']:.3g} with each pair's own gain."
     )
 
 
