@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from scalelong.report.figures import drawn
@@ -86,22 +88,21 @@ def gain_rows(found: dict[str, Any]) -> list[dict[str, str]]:
 def probe_section(found: dict[str, Any]) -> Section:
     """Loss and oscillation of every round, with the spread over seeds."""
 
-    def losses(axes: Any) -> None:
-        for scores in found["rounds"]:
-            kappas = [score["kappa"] for score in scores]
-            axes.errorbar(kappas, *_errorbar(scores, "losses"), fmt="o-", ms=4, capsize=2, label=_steps(scores))
-        axes.set(xlabel="κ (1 = no scaling)", ylabel="loss")
+    def panel(key: str, ylabel: str) -> Callable[[Any], None]:
+        def draw(axes: Any) -> None:
+            for scores in found["rounds"]:
+                finite = [score for score in scores if all(map(math.isfinite, score[key]))]  # the rest diverged
+                means = [sum(score[key]) / len(score[key]) for score in finite]
+                below = [max(0.0, mean - min(score[key])) for mean, score in zip(means, finite, strict=True)]
+                above = [max(0.0, max(score[key]) - mean) for mean, score in zip(means, finite, strict=True)]
+                kappas, steps = [score["kappa"] for score in finite], scores[0]["steps"]
+                axes.errorbar(kappas, means, [below, above], fmt="o-", ms=4, capsize=2, label=f"{steps} steps")
+            axes.set(xlabel="κ (1 = no scaling)", ylabel=ylabel)
 
-    def oscillations(axes: Any) -> None:
-        for scores in found["rounds"]:
-            kappas = [score["kappa"] for score in scores]
-            axes.errorbar(
-                kappas, *_errorbar(scores, "oscillations"), fmt="o-", ms=4, capsize=2, label=_steps(scores)
-            )
-        axes.set(xlabel="κ (1 = no scaling)", ylabel="oscillation of the gradient norm")
+        return draw
 
     text = "Means over the second half of each round's steps; bars are the range over seeds."
-    svg = drawn([losses, oscillations])
+    svg = drawn([panel("losses", "loss"), panel("oscillations", "oscillation of the gradient norm")])
     return Section(
         "κ from short runs", text, svg, panels=True, verdict=f"{found['verdict']}.", rows=probe_rows(found)
     )
@@ -123,20 +124,10 @@ def probe_rows(found: dict[str, Any]) -> list[dict[str, str]]:
     ]
 
 
-def _errorbar(scores: list[dict[str, Any]], key: str) -> tuple[list[float], list[list[float]]]:
-    means = [sum(score[key]) / len(score[key]) for score in scores]
-    below = [mean - min(score[key]) for mean, score in zip(means, scores, strict=True)]
-    above = [max(score[key]) - mean for mean, score in zip(means, scores, strict=True)]
-    return means, [below, above]
-
-
-def _steps(scores: list[dict[str, Any]]) -> str:
-    return f"{scores[0]['steps']} steps"
-
-
 def _spread(values: list[float]) -> str:
-    mean = sum(values) / len(values)
-    return f"{mean:.4g} ± {(max(values) - min(values)) / 2:.2g}" if abs(mean) < float("inf") else "diverged"
+    if not all(map(math.isfinite, values)):
+        return "diverged"
+    return f"{sum(values) / len(values):.4g} ± {(max(values) - min(values)) / 2:.2g}"
 
 
 def _number(kappa: float | None) -> str:
