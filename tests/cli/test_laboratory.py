@@ -96,8 +96,9 @@ def test_bad_usage_exits_2_with_a_sentence(args, says, small, monkeypatch, capsy
 
 def test_a_dry_probe_writes_nothing(small, tmp_path):
     args = ["kappa", "--probe", "--dry-run", "--data", small / "digits", "--runs", tmp_path / "runs", "--json"]
+    args += ["--kappas", "1,0.8,0.6,0.4", "--seeds", "0,1", "--rounds", "2"]
     found = json.loads(invoke(*args))
-    assert [r["runs"] for r in found["rounds"]] == [18, 9, 6]
+    assert [r["runs"] for r in found["rounds"]] == [8, 4]
     assert not list(tmp_path.iterdir())
 
 

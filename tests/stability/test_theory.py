@@ -146,7 +146,7 @@ def test_the_direction_is_judged_by_where_reversed_is_larger():
 
 
 def test_the_measured_direction_turns_round():
-    rows = robustness.direction(Settings(num_skips=6, width=64)).rows
+    rows = robustness.direction(Settings(num_skips=6, width=32)).rows
     assert rows[0]["cs-reversed"] < rows[0]["cs"]  # blocks that keep the norm
     assert rows[-1]["cs-reversed"] > rows[-1]["cs"]  # Eq. 3 as written
 

@@ -76,10 +76,11 @@ def kappa(
         return
     from scalelong.report.page import write_page
 
-    write_page("A κ for these skips", found["advice"][-1], sections, out, shlex.join(["scalelong", *sys.argv[1:]]))
-    sentences = "\n".join(found["advice"])
-    specs = "\n".join(f"from the {source}: {spec}" for source, spec in found["specs"].items())
-    print_result(found | {"report": str(out)}, as_json, f"{sentences}\n{specs}\nThe figures: {out}")
+    specs = [f"from the {source}: {spec}" for source, spec in found["specs"].items()]
+    command = shlex.join(["scalelong", *sys.argv[1:]])
+    write_page("A κ for these skips", f"To paste, {'; '.join(specs)}.", sections, out, command)
+    text = "\n".join([*found["advice"], *specs, f"The figures: {out}"])
+    print_result(found | {"report": str(out)}, as_json, text)
 
 
 def _solve(total: float, skips: int | None, as_json: bool) -> None:
