@@ -76,7 +76,7 @@ def _reason(found: Calibration) -> str:
     outwards = (
         " They shrink the outer skips most, the opposite of CS: the main path arrives weakest there, as the merges "
         "before have shrunk it."
-        if found.coefficients[0] < found.coefficients[-1]
+        if found.merges[0].behind == "linear" and found.coefficients[0] == min(found.coefficients)
         else ""
     )
     return f"{how} hold every skip to {found.balance:.3g} times the variance of its main path.{outwards}"
