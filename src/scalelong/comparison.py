@@ -90,7 +90,10 @@ def run_all(
     watch: Callable[[list[bool]], None],
     run: Callable[[Member, Path], bool] = run_one,
 ) -> list[bool]:
-    """Train all, `workers` at a time, each in a process of one thread. `watch` is called twice a second."""
+    """Train all, `workers` at a time, each in a process of one thread. `watch` is called twice a second.
+
+    `run` is what a process does with a member, by default `run_one`: a function of a module, as it is sent there.
+    """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
         futures = [pool.submit(run, member, data) for member in group]

@@ -5,6 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scalelong import CS, IE, LS, LearnedScalar, NoScaling, Uniform, parse_scaling
+from scalelong.skips.spec import PerSkip
 
 kappas = st.floats(0, 1, exclude_min=True)
 axes = st.sampled_from(["paper", "channel"])
@@ -12,6 +13,7 @@ scalings = st.one_of(
     st.just(NoScaling()),
     st.builds(Uniform, kappas),
     st.builds(CS, kappas, st.booleans()),
+    st.builds(PerSkip, st.lists(kappas, min_size=1, max_size=6).map(tuple)),
     st.builds(LS, st.integers(1, 10**18 - 1), st.sampled_from(["relu", "elu", "mish"]), st.booleans(), axes),
     st.builds(LearnedScalar, st.floats(allow_nan=False, allow_infinity=False)),
     st.builds(IE, st.booleans(), axes),
@@ -46,7 +48,8 @@ def test_garbage_is_a_value_error_or_reads_back(text):
 
 @given(
     st.from_regex(
-        r"(none|1/sqrt2|uniform|cs|cs-reversed|ls|ls-per-skip|ls-channel|scalar|ie)(:.{0,12})?", fullmatch=True
+        r"(none|1/sqrt2|uniform|cs|cs-reversed|per-skip|ls|ls-per-skip|ls-channel|scalar|ie)(:.{0,12})?",
+        fullmatch=True,
     )
 )
 def test_garbage_behind_a_known_name_too(text):
@@ -62,6 +65,7 @@ def test_garbage_behind_a_known_name_too(text):
         ("cs:0.7", CS(kappa=0.7)),
         ("cs:1", CS(kappa=1.0)),
         ("cs-reversed:0.7", CS(kappa=0.7, reverse=True)),
+        ("per-skip:1/0.7/0.5", PerSkip((1.0, 0.7, 0.5))),
         ("ls", LS()),
         ("ls", LS(ratio=16, activation="relu", shared=True, over="paper")),
         ("ls:ratio=8,act=mish", LS(ratio=8, activation="mish")),
@@ -125,6 +129,9 @@ def test_a_scaling_passes_through():
         ("ls-per-skip:shared=true", "takes the options ratio=, act=, over=, got 'shared=true'"),
         ("ls-channel:over=paper", "takes the options"),
         ("none:1", "takes no value"),
+        ("per-skip", "plain numbers with / between, got ''; write 'per-skip:1/0.7/0.5'"),
+        ("per-skip:1,0.7", "plain numbers with / between, got '1,0.7'"),
+        ("per-skip:1/2", r"per-skip: κ lies in \(0, 1\], got 2.0"),
         ("ie:over=tokens", "one of paper, channel"),
         ("", "unknown scaling"),
     ],
@@ -164,3 +171,13 @@ def test_scalings_are_values():
     assert len({CS(0.5), CS(0.5), LS()}) == 2
     with pytest.raises(AttributeError):
         CS(0.5).kappa = 0.6
+
+
+def test_given_coefficients_must_be_as_many_as_the_skips():
+    given = PerSkip((1.0, 0.7, 0.5))
+    assert given.coefficients(3) == (1.0, 0.7, 0.5)
+    with pytest.raises(ValueError, match="one value for each of the 4 skips, got 3: 'per-skip:1/0.7/0.5'"):
+        given.coefficients(4)
+    for bad in ((), 0.7, "1/0.7"):
+        with pytest.raises(ValueError, match="one number for each skip, got"):
+            PerSkip(bad)

@@ -78,8 +78,10 @@ def print_table(rows: list[dict[str, str]], title: str | None = None) -> None:
     from rich.table import Table
 
     table = Table(
-        *rows[0], title=title, title_justify="left", show_lines=any("\n" in c for row in rows for c in row.values())
+        title=title, title_justify="left", show_lines=any("\n" in c for row in rows for c in row.values())
     )
+    for name in rows[0]:
+        table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*row.values())
     Console().print(table, markup=False)

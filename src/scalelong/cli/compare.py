@@ -45,7 +45,7 @@ def compare(
         _check_shared(setting)
     small = DIGITS_SETTINGS if preset == "digits" else ()
     base = with_overrides(run_preset(preset), [*small, *(settings or [])])
-    group = members(base, _split(scalings, "--scalings"), _seeds(seeds), out)
+    group = members(base, split(scalings, "--scalings"), seeds_of(seeds), out)
     device = experiment.default_device()
     workers = min(len(group), default_workers(device))
     with opened_data(data, dry_run) as store:
@@ -55,7 +55,7 @@ def compare(
         if dry_run:
             print_result(plan, as_json, comparison_text(plan))
             return
-        done = _run(group, store.folder, workers)
+        done = run_with_bars(group, store.folder, workers)
     if not all(done):
         typer.echo("stopped; what was done is saved, and the same command goes on.", err=True)
         raise typer.Exit(1)
@@ -95,14 +95,15 @@ def report(
 REPORT_EXAMPLES = "Example: [bold]scalelong report runs/none runs/cs-0.7 --out report.html[/]"
 
 
-def _run(group: list[Member], data: Path, workers: int) -> list[bool]:
-    from scalelong.comparison import run_all
+def run_with_bars(group: list[Member], data: Path, workers: int, run: Any = None) -> list[bool]:
+    """Train all members, with a bar for each."""
+    from scalelong.comparison import run_all, run_one
 
     with progress_bar() as bar:
         tasks = [
             bar.add_task(f"{m.scaling} seed {m.seed}", total=m.config.train.steps, note="waits") for m in group
         ]
-        done = run_all(group, data, workers=workers, watch=lambda _: _update(bar, tasks, group))
+        done = run_all(group, data, workers=workers, watch=lambda _: _update(bar, tasks, group), run=run or run_one)
         _update(bar, tasks, group)
     return done
 
@@ -134,15 +135,17 @@ def _check_shared(setting: str) -> None:
             raise ValueError(f"{name} differs from run to run; choose it with {option}, got --set {setting}.")
 
 
-def _split(text: str, name: str) -> list[str]:
+def split(text: str, name: str) -> list[str]:
+    """The parts between commas, at least one."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise ValueError(f"{name} needs at least one entry, got {text!r}.")
     return parts
 
 
-def _seeds(text: str) -> list[int]:
-    parts = _split(text, "--seeds")
+def seeds_of(text: str) -> list[int]:
+    """Whole numbers separated by commas."""
+    parts = split(text, "--seeds")
     if not all(part.isdigit() for part in parts):
         raise ValueError(f"--seeds are whole numbers separated by commas, such as 0,1; got {text!r}.")
     return [int(part) for part in parts]

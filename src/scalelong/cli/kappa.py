@@ -1,7 +1,219 @@
-"""stub"""
+"""`scalelong kappa`: a κ for this data, this model, these runs."""
 
-EXAMPLES = ""
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from scalelong.cli.common import check_output_file, print_result, print_table, progress_bar
+from scalelong.cli.compare import run_with_bars, seeds_of, split
+from scalelong.cli.plan import opened_data
+
+if TYPE_CHECKING:
+    from scalelong.comparison import Member
+    from scalelong.data.store import Store
+    from scalelong.stability.models import OpenedModel
+    from scalelong.stability.probe import Plan
+
+EXAMPLES = (
+    "Examples: [bold]scalelong kappa --sum 5 --skips 6[/], [bold]scalelong kappa cifar10-uvit-s --data "
+    "data/cifar10[/], "
+    "[bold]scalelong kappa path/to/diffusers/unet[/] or [bold]scalelong kappa --probe[/]"
+)
 
 
-def kappa() -> None:
-    """x"""
+def kappa(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="A preset, a run's folder, or a saved diffusers model: calibrate it."
+        ),
+    ] = None,
+    total: Annotated[
+        float | None, typer.Option("--sum", help="Only solve for the κ whose squares sum to this over --skips.")
+    ] = None,
+    skips: Annotated[int | None, typer.Option(help="How many long skips; by default the model's.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A folder that prepare wrote: κ from its images.")] = None,
+    process: Annotated[str | None, typer.Option(help="The noise process; by default the model's, or ddpm.")] = None,
+    num: Annotated[int, typer.Option(min=100, help="How many images of the data to noise.")] = 20_000,
+    balance: Annotated[
+        float | None,
+        typer.Option(help="The most variance of a skip over its main path's; by default the smallest there is."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Images per batch of the calibration.")] = 8,
+    batches: Annotated[int, typer.Option(min=1, help="How many batches.")] = 3,
+    probe: Annotated[bool, typer.Option("--probe", help="Train a grid of κ for some hundred steps.")] = False,
+    kappas: Annotated[str, typer.Option(help="--probe: which κ; 1 is no scaling.")] = "1,0.95,0.9,0.8,0.7,0.5",
+    seeds: Annotated[str, typer.Option(help="--probe: which seeds.")] = "0,1,2",
+    steps: Annotated[int, typer.Option(help="--probe: of the first round; each next one is twice as long.")] = 100,
+    rounds: Annotated[int, typer.Option(help="--probe: how many; half of the κ go on after each.")] = 3,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="--probe: change a setting of all runs.")
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="--probe: the folder of its runs.")] = Path("runs/kappa"),
+    out: Annotated[Path, typer.Option(help="The page with the figures.")] = Path("kappa.html"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="--probe: print what would be run, and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
+) -> None:
+    """Choose κ: from a sum, from the data, from the model's merges, or from short runs. Ends in a spec to paste."""
+    if total is not None:
+        _solve(total, skips, as_json)
+        return
+    if model is None and data is None and not probe:
+        raise ValueError("κ comes from --sum and --skips, from --data, from a MODEL or from --probe; got none.")
+    check_output_file(out, "kappa.html")
+    if probe:
+        plan = _plan(kappas, seeds, steps, rounds)
+        found, sections = _probe(model or "digits", data, plan, settings or [], runs, dry_run, as_json)
+    else:
+        found, sections = _measure(model, data, process, skips, num, balance, batch, batches, as_json)
+    if not sections:  # a dry run
+        print_result(found, as_json, "nothing was written.")
+        return
+    from scalelong.report.page import write_page
+
+    specs = [f"from the {source}: {spec}" for source, spec in found["specs"].items()]
+    command = shlex.join(["scalelong", *sys.argv[1:]])
+    write_page("A κ for these skips", f"To paste, {'; '.join(specs)}.", sections, out, command)
+    text = "\n".join([*found["advice"], *specs, f"The figures: {out}"])
+    print_result(found | {"report": str(out)}, as_json, text)
+
+
+def _solve(total: float, skips: int | None, as_json: bool) -> None:
+    from scalelong.stability.kappa import solve_kappa
+
+    if skips is None:
+        raise ValueError(f"--sum {total:g} is a sum over the skips; say how many with --skips.")
+    found = solve_kappa(total, skips)
+    result = {"kappa": found, "sum": total, "skips": skips, "spec": f"cs:{found:.3g}"}
+    print_result(result, as_json, f"κ = {found:.6f}: Σκ_i² = {total:g} over {skips} skips. spec: cs:{found:.3g}")
+
+
+def _measure(
+    name: str | None,
+    data: Path | None,
+    process: str | None,
+    skips: int | None,
+    num: int,
+    balance: float | None,
+    batch: int,
+    batches: int,
+    as_json: bool,
+) -> tuple[dict[str, Any], list[Any]]:
+    """From the data and from the model, as far as they are given."""
+    from scalelong.data.store import open_store
+    from scalelong.stability.models import open_model
+
+    store = None if data is None else open_store(data)
+    opened = None if name is None else open_model(name)
+    result: dict[str, Any] = {"advice": [], "specs": {}}
+    sections: list[Any] = []
+    process = process or (opened.process if opened else "ddpm")
+    if store is not None:
+        number = skips if skips is not None else opened.num_skips if opened else None
+        if number is None:
+            raise ValueError("the κ of a sum depends on the number of skips: give a MODEL, or --skips.")
+        sections.append(_from_data(store, process, number, num, result, as_json))
+    if opened is not None:
+        sections.append(_from_model(opened, store, process, balance, batch, batches, result, as_json))
+    return result, sections
+
+
+def _from_data(store: Store, process: str, skips: int, num: int, result: dict[str, Any], as_json: bool) -> Any:
+    from scalelong.diffusion.process import process_named
+    from scalelong.report.kappa import data_section, range_rows
+    from scalelong.stability import advice
+    from scalelong.stability.noise_ratio import advise_from, measured
+
+    with progress_bar(transient=True) as bar:
+        task = bar.add_task("noising images", total=num, note=process)
+        norms = measured(store, process_named(process), num, watch=lambda done: bar.update(task, completed=done))
+    found = advise_from(norms, process, skips)
+    sentences = advice.from_data(found)
+    result["data"] = found.as_dict()
+    result["advice"] += sentences
+    result["specs"]["data"] = advice.data_spec(found)
+    if not as_json:
+        print_table(
+            [{"share below": f"{float(s):.0%}", "‖ε‖²/‖x_t‖²": f"{v:.3f}"} for s, v in found.quantiles.items()]
+        )
+        print_table(range_rows(result["data"]), f"κ for {skips} skips")
+    return data_section(result["data"], sentences)
+
+
+def _from_model(
+    opened: OpenedModel,
+    store: Store | None,
+    process: str,
+    balance: float | None,
+    batch: int,
+    batches: int,
+    result: dict[str, Any],
+    as_json: bool,
+) -> Any:
+    from scalelong.report.kappa import gain_rows, merge_rows, model_section
+    from scalelong.stability import advice
+    from scalelong.stability.calibration import calibrate
+    from scalelong.stability.models import batches_for
+
+    inputs = batches_for(opened.model, process, store, [batch] * batches + [min(2, batch)])
+    with progress_bar(transient=True) as bar:
+        bar.add_task(f"calibrating {opened.name}", total=None, note="")
+        found = calibrate(opened.model, inputs[:-1], gain_inputs=inputs[-1], balance=balance)
+    sentences = advice.from_model(found, opened.trained)
+    result["model"] = found.as_dict()
+    result["advice"] += sentences
+    result["specs"]["model"] = found.spec
+    if not as_json:
+        print_table(merge_rows(result["model"]), "what skip and main path bring to each merge")
+        print_table(gain_rows(result["model"]), "the gain that Thm 3.4 predicts")
+    return model_section(result["model"], sentences)
+
+
+def _plan(kappas: str, seeds: str, steps: int, rounds: int) -> Plan:
+    from scalelong.stability.probe import Plan
+
+    try:
+        numbers = tuple(float(part) for part in split(kappas, "--kappas"))
+    except ValueError as error:
+        raise ValueError(f"--kappas are numbers separated by commas, such as 1,0.9,0.7; got {kappas!r}.") from error
+    return Plan(kappas=numbers, seeds=tuple(seeds_of(seeds)), steps=steps, rounds=rounds)
+
+
+def _probe(
+    preset: str, data: Path | None, plan: Plan, settings: list[str], runs: Path, dry_run: bool, as_json: bool
+) -> tuple[dict[str, Any], list[Any]]:
+    from scalelong import experiment
+    from scalelong.cli.plan import comparison_plan
+    from scalelong.comparison import DIGITS_SETTINGS, default_workers
+    from scalelong.config import with_overrides
+    from scalelong.presets import run_preset
+    from scalelong.report.kappa import probe_rows, probe_section
+    from scalelong.stability.probe import probe, round_members, train_member
+
+    base = with_overrides(run_preset(preset), [*(DIGITS_SETTINGS if preset == "digits" else ()), *settings])
+    device = experiment.default_device()
+    workers = default_workers(device)
+    with opened_data(data, dry_run) as store:
+        first = round_members(base, plan.kappas, plan.seeds, plan.sizes()[-1][0], runs)
+        comparison_plan(first, store, runs, workers, device)  # what is wrong is told before the first run
+        if dry_run:
+            rounds = [{"steps": steps, "kappas": n, "runs": n * len(plan.seeds)} for steps, n in plan.sizes()]
+            return {"runs": str(runs), "images": len(store), "rounds": rounds}, []
+
+        def train(group: list[Member]) -> list[bool]:
+            return run_with_bars(group, store.folder, min(workers, len(group)), train_member)
+
+        found = probe(base, plan, runs, train)
+    if found is None:
+        typer.echo("stopped; what was done is saved, and the same command goes on.", err=True)
+        raise typer.Exit(1)
+    result = found.as_dict()
+    if not as_json:
+        print_table(probe_rows(result), "loss and oscillation, mean ± half the range over seeds")
+    advice = [f"From {len(plan.seeds)} seeds and up to {plan.sizes()[-1][0]} steps: {found.verdict}."]
+    return {"probe": result, "advice": advice, "specs": {"probe": found.spec}}, [probe_section(result)]

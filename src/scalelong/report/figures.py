@@ -78,11 +78,12 @@ def coefficients(groups: Groups) -> str:
 
 
 def drawn(panels: Sequence[Callable[[Any], None]]) -> str:
-    """A figure of panels side by side, each drawn by a function that gets its axes; a legend in each."""
+    """A figure of panels, two in a row, each drawn by a function that gets its axes; a legend in each."""
+    columns, rows = min(2, len(panels)), -(-len(panels) // 2)
     with plt.rc_context(_STYLE):
-        width = 6 if len(panels) == 1 else 3.6 * len(panels)
-        figure, axes = plt.subplots(1, len(panels), figsize=(width, 3.2), squeeze=False)
-        for draw, place in zip(panels, axes[0], strict=True):
+        size = (6 if len(panels) == 1 else 8, 3.2 * rows)
+        figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
+        for draw, place in zip(panels, axes.flat, strict=False):
             draw(place)
             place.legend(frameon=False, fontsize=8)
         return _svg(figure)

@@ -21,7 +21,7 @@ def theory_sections(statements: Sequence[Statement]) -> list[Section]:
             statement["claim"],
             _FIGURES[statement["name"]](statement) if statement["name"] in _FIGURES else "",
             panels=len({row.get("where") for row in statement["rows"]}) > 1,
-            verdict=f"{statement['verdict']}.".capitalize(),
+            verdict=f"It {statement['verdict']}.",
             rows=[
                 {"where": check["where"], "holds": "yes" if check["holds"] else "no", "found": check["found"]}
                 for check in statement["checks"]

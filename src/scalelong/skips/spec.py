@@ -94,6 +94,31 @@ class CS(ConstantScaling):
 
 
 @dataclass(frozen=True)
+class PerSkip(ConstantScaling):
+    """`per-skip:A/B/…`: coefficients given one by one, outermost first, as `scalelong kappa` proposes them."""
+
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.values, (str, Real)) or not self.values:
+            raise ValueError(
+                f"per-skip: the values are one number for each skip, got {self.values!r}; try 'per-skip:1/0.7/0.5'."
+            )
+        object.__setattr__(self, "values", tuple(_kappa(value, "per-skip", "1/0.7") for value in self.values))
+
+    def coefficients(self, num_skips: int) -> tuple[float, ...]:
+        """The values; there must be one for each skip."""
+        if len(self.values) != num_skips:
+            raise ValueError(
+                f"per-skip has one value for each of the {num_skips} skips, got {len(self.values)}: {str(self)!r}."
+            )
+        return self.values
+
+    def _spellings(self) -> Iterator[str]:
+        yield f"per-skip:{'/'.join(map(_print_number, self.values))}"
+
+
+@dataclass(frozen=True)
 class LS(Scaling):
     """`ls` (Eq. 9): κ_i = σ(W2 · act(W1 · GAP(x_i))), a squeeze-excite gate fed by the skip itself.
 
@@ -214,6 +239,21 @@ class _Number:
 
 
 @dataclass(frozen=True)
+class _Numbers:
+    """Reads `name:NUMBER/NUMBER/…`."""
+
+    build: Any
+    example: str
+
+    def read(self, name: str, rest: str) -> Scaling:
+        parts = [part.strip() for part in rest.split("/")]
+        if not all(_Number.PATTERN.fullmatch(part) for part in parts):
+            raise ValueError(f"{name} takes plain numbers with / between, got {rest!r}; write {self.example!r}.")
+        scaling: Scaling = self.build(tuple(map(float, parts)))
+        return scaling
+
+
+@dataclass(frozen=True)
 class _Options:
     """Reads `name:key=value,...`; what the short name already says cannot be said again."""
 
@@ -273,10 +313,10 @@ def _print_number(number: float) -> str:
     return short if float(short) == number else repr(number)
 
 
-def _kappa(value: Any, name: str) -> float:
-    number = _finite(value, name, "κ", f"{name}:0.7")
+def _kappa(value: Any, name: str, example: str = "0.7") -> float:
+    number = _finite(value, name, "κ", f"{name}:{example}")
     if not 0 < number <= 1:
-        raise ValueError(f"{name}: κ lies in (0, 1], got {value!r}; try '{name}:0.7'.")
+        raise ValueError(f"{name}: κ lies in (0, 1], got {value!r}; try '{name}:{example}'.")
     return number
 
 
@@ -300,12 +340,13 @@ def _check_bool(value: Any, what: str) -> None:
         raise ValueError(f"{what} is True or False, got {value!r}.")
 
 
-_READERS: dict[str, _Constant | _Number | _Options] = {
+_READERS: dict[str, _Constant | _Number | _Numbers | _Options] = {
     "none": _Constant(NoScaling()),
     "1/sqrt2": _Constant(Uniform(INVERSE_SQRT2)),
     "uniform": _Number(Uniform, "uniform:0.5"),
     "cs": _Number(CS, "cs:0.7"),
     "cs-reversed": _Number(lambda kappa: CS(kappa, reverse=True), "cs-reversed:0.7"),
+    "per-skip": _Numbers(PerSkip, "per-skip:1/0.7/0.5"),
     "ls": _Options(LS, {}, _LS_OPTIONS),
     "ls-per-skip": _Options(LS, {"shared": False}, _LS_OPTIONS),
     "ls-channel": _Options(LS, {"over": "channel"}, _LS_OPTIONS),
@@ -319,6 +360,7 @@ KNOWN_SPECS = (
     "uniform:K",
     "cs:K",
     "cs-reversed:K",
+    "per-skip:A/B/…",
     "ls",
     "ls-per-skip",
     "ls-channel",

@@ -1,0 +1,202 @@
+"""κ from short runs: a grid of κ, halved round by round while the runs that stay grow twice as long.
+
+Runs are run folders (`comparison.py`): a probe that was killed goes on where it was, as each round's choice is
+computed again from their logs. Runs of one seed share first weights, images, times and noise, so κ is judged by
+differences to no scaling, seed by seed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from scalelong.comparison import Member, members
+from scalelong.config import RunConfig, with_overrides
+from scalelong.data.files import write_whole
+from scalelong.data.store import open_store
+from scalelong.training.log import read_metrics
+from scalelong.training.signals import oscillation_index
+
+KAPPAS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.5)
+SEEDS = (0, 1, 2)
+DIVERGED = "diverged.json"
+_LOG_EVERY = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Which κ (1 is no scaling, and stays in every round as the reference), with which seeds, how long."""
+
+    kappas: tuple[float, ...] = KAPPAS
+    seeds: tuple[int, ...] = SEEDS
+    steps: int = 100  # of the first round
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        if len(set(self.kappas)) < len(self.kappas) or not all(0 < kappa <= 1 for kappa in self.kappas):
+            raise ValueError(f"the κ to try are different numbers in (0, 1], got {self.kappas!r}.")
+        if 1.0 not in self.kappas or len(self.kappas) < 2:
+            raise ValueError(
+                f"a probe compares with no scaling, so κ = 1 is one of two or more, got {self.kappas!r}."
+            )
+        if len(set(self.seeds)) < 2:
+            raise ValueError(f"a spread needs at least two different seeds, got {self.seeds!r}.")
+        if self.steps < 4 * _LOG_EVERY or self.rounds < 1:
+            raise ValueError(
+                f"a round has at least {4 * _LOG_EVERY} steps, and there is at least one, got {self.steps} steps "
+                "and "
+                f"{self.rounds} rounds."
+            )
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """(steps, number of κ) of each round."""
+        found, count = [], len(self.kappas)
+        for number in range(self.rounds):
+            found.append((self.steps * 2**number, count))
+            count = max(2, -(-count // 2))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One κ in one round, over seeds: means over the second half of the steps."""
+
+    kappa: float
+    spec: str
+    steps: int
+    losses: list[float]
+    oscillations: list[float]  # index of the gradient norm
+    differences: list[float]  # loss less that of no scaling, seed by seed
+
+    @property
+    def loss(self) -> float:
+        """The mean over seeds."""
+        return sum(self.losses) / len(self.losses)
+
+    @property
+    def beyond_spread(self) -> bool:
+        """The mean difference is larger than the range of the differences over seeds."""
+        if not all(map(math.isfinite, self.differences)):
+            return True
+        mean = sum(self.differences) / len(self.differences)
+        return abs(mean) > max(self.differences) - min(self.differences)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeResult:
+    """All rounds, the verdict and the spec that it leads to."""
+
+    rounds: list[list[Score]]
+    verdict: str
+    spec: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        rounds = [[asdict(s) | {"loss": s.loss, "beyond_spread": s.beyond_spread} for s in r] for r in self.rounds]
+        return {"rounds": rounds, "verdict": self.verdict, "spec": self.spec}
+
+
+def probe(
+    base: RunConfig, plan: Plan, out: Path, train: Callable[[list[Member]], list[bool]]
+) -> ProbeResult | None:
+    """Run all rounds; `train` brings members to their last step. None when it was stopped on the way."""
+    kappas, rounds = list(plan.kappas), []
+    for steps, count in plan.sizes():
+        kappas = [kappa for kappa in plan.kappas if kappa in kappas[:count] or kappa == 1]
+        group = round_members(base, kappas, plan.seeds, steps, out)
+        waiting = [member for member in group if _reached(member.folder) < steps]
+        if waiting and not all(train(waiting)):
+            return None
+        scores = score_round(group, steps, plan.seeds)
+        rounds.append(scores)
+        kappas = [score.kappa for score in sorted(scores, key=lambda score: score.loss)]
+    return judge(rounds)
+
+
+def round_members(
+    base: RunConfig, kappas: Sequence[float], seeds: Sequence[int], steps: int, out: Path
+) -> list[Member]:
+    """The runs of a round; they differ from those of other rounds in their length alone."""
+    settings = [
+        f"train.steps={steps}",
+        f"train.log_every={_LOG_EVERY}",
+        f"train.sample_every={10**9}",
+        "train.keep_checkpoints=1",
+    ]
+    return members(with_overrides(base, settings), [spec_of(kappa) for kappa in kappas], seeds, out)
+
+
+def train_member(member: Member, data: Path) -> bool:
+    """Train one; a run that diverges is marked, and has lost."""
+    from scalelong import experiment
+
+    try:
+        return experiment.train(member.config, open_store(data), member.folder, logger="none")
+    except FloatingPointError as error:
+        write_whole(member.folder / DIVERGED, json.dumps({"why": str(error)}))
+        return True
+
+
+def score_round(group: Sequence[Member], steps: int, seeds: Sequence[int]) -> list[Score]:
+    """What the logs say about the second half of a round, one score per κ."""
+    found: dict[str, dict[int, tuple[float, float]]] = {}
+    for member in group:
+        found.setdefault(member.scaling, {})[member.seed] = _window(member.folder, steps)
+    reference = found["none"]
+    return [
+        Score(
+            kappa=1.0 if scaling == "none" else float(scaling.removeprefix("cs:")),
+            spec=scaling,
+            steps=steps,
+            losses=[by_seed[seed][0] for seed in seeds],
+            oscillations=[by_seed[seed][1] for seed in seeds],
+            differences=[_difference(by_seed[seed][0], reference[seed][0]) for seed in seeds],
+        )
+        for scaling, by_seed in found.items()
+    ]
+
+
+def judge(rounds: list[list[Score]]) -> ProbeResult:
+    """The lowest loss of the last round wins only where its difference to no scaling is beyond the spread."""
+    last = sorted(rounds[-1], key=lambda score: score.loss)
+    reference = next(score.loss for score in last if score.spec == "none")
+    better = [score for score in last if score.beyond_spread and score.loss < reference]
+    worse = [score.spec for score in last if score.beyond_spread and score.loss > reference]
+    also = f"; worse beyond the spread: {', '.join(worse)}" if worse else ""
+    if not better:
+        found = "no κ is better than no scaling" if worse else "no difference"
+        return ProbeResult(rounds=rounds, verdict=f"{found} beyond the spread over seeds{also}", spec="none")
+    best = better[0]
+    mean = sum(best.differences) / len(best.differences)
+    half = (max(best.differences) - min(best.differences)) / 2
+    found = f"{best.spec} changes the loss by {mean:+.2g} ± {half:.1g} against no scaling, beyond the spread"
+    return ProbeResult(rounds=rounds, verdict=found + also, spec=best.spec)
+
+
+def spec_of(kappa: float) -> str:
+    """κ = 1 is no scaling."""
+    return "none" if kappa == 1 else f"cs:{kappa:g}"
+
+
+def _difference(loss: float, reference: float) -> float:
+    """A run that diverged has an infinite loss; two of them do not differ."""
+    return 0.0 if loss == reference else loss - reference
+
+
+def _reached(folder: Path) -> float:
+    from scalelong.experiment import last_step
+
+    return math.inf if (folder / DIVERGED).is_file() else last_step(folder)
+
+
+def _window(folder: Path, steps: int) -> tuple[float, float]:
+    """(loss, oscillation) over the steps of (steps/2, steps]; infinite where the run ended before."""
+    rows = [row for row in read_metrics(folder) if "loss" in row and steps / 2 < row["step"] <= steps]
+    if not rows or rows[-1]["step"] < steps:
+        return math.inf, math.inf
+    losses, norms = [row["loss"] for row in rows], [row["gradient norm"] for row in rows]
+    return sum(losses) / len(losses), oscillation_index(norms)

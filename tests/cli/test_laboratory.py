@@ -1,0 +1,139 @@
+"""`scalelong theory` and `scalelong kappa` as a user types them."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import scalelong
+from scalelong.cli import main
+from scalelong.cli.main import app
+from scalelong.data.prepare import prepare
+from scalelong.data.sources import digits
+from scalelong.report.kappa import probe_section
+from scalelong.report.page import write_page
+from scalelong.report.theory import read_theory, theory_sections
+from scalelong.stability.probe import judge
+from scalelong.stability.robustness import judge_direction
+from scalelong.stability.theory import judge_lemma
+from tests.stability.test_probe import NONE, score
+
+
+def invoke(*args):
+    result = CliRunner().invoke(app, [*map(str, args)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_sum_is_solved():
+    found = json.loads(invoke("kappa", "--sum", 5, "--skips", 6, "--json"))
+    assert found["kappa"] == pytest.approx(0.96256, abs=1e-5)
+    assert found["spec"] == "cs:0.963"
+    assert "κ = 0.9625" in invoke("kappa", "--sum", 5, "--skips", 6)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A small U-ViT for digits as a saved folder, and the digits."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("small")
+    scalelong.UViT(
+        sample_size=8, in_channels=1, patch_size=4, hidden_size=16, num_layers=4, num_attention_heads=2
+    ).save_pretrained(folder / "model")
+    prepare(digits(), folder / "digits")
+    return folder
+
+
+def test_data_and_model_give_advice_and_a_page(small, tmp_path):
+    args = ["kappa", small / "model", "--data", small / "digits", "--process", "ddpm", "--num", 1000]
+    args += ["--batch", 4, "--batches", 1, "--out", tmp_path / "k.html"]
+    found = json.loads(invoke(*args, "--json"))
+    assert found["data"]["num_skips"] == len(found["model"]["merges"]) == 2
+    assert set(found["specs"]) == {"data", "model"}
+    for spec in found["specs"].values():
+        scalelong.parse_scaling(spec)  # to paste
+    page = (tmp_path / "k.html").read_text()
+    assert page.count("<svg") == 2
+    assert "κ from the data" in page
+    assert "κ from the model" in page
+    assert not re.findall(r'(?:src|href)="(?!data:|#)([^"]+)', page)
+    text = invoke(*args)
+    for part in ("ratio of means", "M_0 =", "from the data: ", "from the model: ", "its κ here"):
+        assert part in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["kappa"], "κ comes from --sum and --skips, from --data, from a MODEL or from --probe; got none."),
+        (["kappa", "--sum", "5"], "say how many with --skips"),
+        (["kappa", "--sum", "6", "--skips", "6"], "no κ below 1 has Σκ² = 6 over 6 skips"),
+        (["kappa", "nothing"], "neither a folder nor a preset"),
+        (["kappa", "--data", "{small}/digits"], "give a MODEL, or --skips"),
+        (["kappa", "--data", "{small}/digits", "--skips", "6", "--process", "x"], "unknown noise process 'x'"),
+        (["kappa", "--data", "nowhere", "--skips", "6"], "no prepared dataset"),
+        (["kappa", "cifar10-uvit-xs", "--data", "{small}/digits", "--num", "100"], "takes images of 3 channels"),
+        (["kappa", "--probe", "--kappas", "1,x"], "--kappas are numbers separated by commas"),
+        (["kappa", "--probe", "--kappas", "0.9,0.8"], "κ = 1 is one of two or more"),
+        (["kappa", "--probe", "--seeds", "0"], "at least two different seeds"),
+        (["kappa", "--probe", "cifar10-nothing"], "there is no recipe named"),
+        (["theory", "--skips", "1"], "num_skips is at least 2, got 1"),
+        (["theory", "--data", "nowhere"], "no prepared dataset"),
+    ],
+)
+def test_bad_usage_exits_2_with_a_sentence(args, says, small, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["scalelong", *(arg.format(small=small) for arg in args)])
+    with pytest.raises(SystemExit) as stopped:
+        main.main()
+    assert stopped.value.code == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_probe_writes_nothing(small, tmp_path):
+    args = ["kappa", "--probe", "--dry-run", "--data", small / "digits", "--runs", tmp_path / "runs", "--json"]
+    args += ["--kappas", "1,0.8,0.6,0.4", "--seeds", "0,1", "--rounds", "2"]
+    found = json.loads(invoke(*args))
+    assert [r["runs"] for r in found["rounds"]] == [8, 4]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_theory_is_a_section_of_any_page(tmp_path):
+    lemma = judge_lemma([{"data": "x", "process": "ddpm", "closed_form": 0.8163, "measured": 0.8162}])
+    direction = judge_direction([{"pair": 1.5, "cs": 1.0, "cs-reversed": 2.0}])
+    file = tmp_path / "theory.json"
+    file.write_text(json.dumps({"statements": [lemma.as_dict(), direction.as_dict()]}))
+    sections = theory_sections(read_theory(file))
+    write_page("x", "y", [*sections, probe_section(judge([[NONE, score("cs:0.7", (0.4, 0.5, 0.6))]]).as_dict())],
+               tmp_path / "page.html", "scalelong theory")  # fmt: skip
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<svg") == 3
+    assert page.count("It holds.") == 2
+    assert "beyond the spread" in page
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="not what scalelong theory --json prints"):
+        read_theory(file)
+
+
+@pytest.mark.slow
+def test_theory_runs_small(tmp_path):
+    out = tmp_path / "theory.html"
+    found = json.loads(invoke("theory", "--skips", 3, "--width", 32, "--inits", 2, "--out", out, "--json"))
+    assert [s["name"] for s in found["statements"]][:4] == ["Lemma 3.2", "Thm 3.1", "Thm 3.3", "Thm 3.4"]
+    assert all(re.match("holds|does not hold", s["verdict"]) for s in found["statements"])
+    assert out.read_text().count("<svg") == 6
+
+
+@pytest.mark.slow
+def test_a_probe_of_a_few_steps(small, tmp_path):
+    settings = ["model.changes.hidden_size=16", "model.changes.num_layers=4", "train.batch_size=4"]
+    args = ["kappa", "--probe", "--data", small / "digits", "--kappas", "1,0.7", "--seeds", "0,1", "--steps", 40]
+    args += ["--rounds", 1, "--runs", tmp_path / "runs", "--out", tmp_path / "p.html"]
+    args += [x for s in settings for x in ("--set", s)]
+    found = json.loads(invoke(*args, "--json"))
+    assert "beyond the spread" in found["advice"][0]
+    assert "κ from short runs" in (tmp_path / "p.html").read_text()

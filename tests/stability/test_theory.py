@@ -1,0 +1,186 @@
+"""Each statement's verdict follows from its numbers, both ways; closed forms against other sources."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from scalelong.data.prepare import prepare
+from scalelong.data.sources import digits
+from scalelong.diffusion.process import mean_square_norm, process_named
+from scalelong.stability import robustness, theorems, theory
+from scalelong.stability.noise_ratio import Norms, advise_from
+from scalelong.stability.statements import Check, fit_line, statement_from, verdict
+from scalelong.stability.theorems import NETS, Settings
+from scalelong.stability.toy_net import LongSkipNet
+
+SMALL = Settings(num_skips=3, width=32, inits=3)
+AS_WRITTEN, KEEPING = NETS
+
+
+def test_the_verdict_has_three_forms():
+    yes, no = Check("A", True, ""), Check("B", False, "")
+    assert verdict([yes, yes]) == "holds"
+    assert verdict([no]) == "does not hold"
+    assert verdict([yes, no]) == "holds only where A"
+    assert verdict([yes, Check("A", False, "")]) == "does not hold"  # a condition is met as a whole
+
+
+def test_a_line_is_fitted_and_judged():
+    line = fit_line([0, 1, 2], [1, 3, 5])
+    assert (line.slope, line.offset, line.r2) == pytest.approx((2, 1, 1))
+    x, y = np.random.default_rng(0).normal(size=(2, 50))
+    assert fit_line(x, y).r2 == pytest.approx(np.corrcoef(x, y)[0, 1] ** 2)
+
+
+# E‖x_t‖²/m of U[-1, 1] for each schedule, to four digits.
+EXPECTED = {"ddpm": 0.8163, "vp-sde": 0.8160, "sd": 0.7511, "cosine": 0.6696}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_lemma_3_2_closed_forms(name):
+    from diffusers import DDPMScheduler
+
+    closed = mean_square_norm(process_named(name), 1 / 3)
+    assert closed == pytest.approx(EXPECTED[name], abs=1e-4)
+    if name == "vp-sde":  # ∫ exp(-a t²/2 - b t) dt in terms of erf
+        a, b = 19.9, 0.1
+        mean = math.sqrt(math.pi / 2 / a) * math.exp(b * b / 2 / a)
+        mean *= math.erf((a + b) / math.sqrt(2 * a)) - math.erf(b / math.sqrt(2 * a))
+    else:
+        how = {"ddpm": "linear", "sd": "scaled_linear", "cosine": "squaredcos_cap_v2"}[name]
+        betas = {"beta_start": 0.00085, "beta_end": 0.012} if name == "sd" else {}
+        mean = DDPMScheduler(beta_schedule=how, **betas).alphas_cumprod.mean().item()
+    assert closed == pytest.approx(1 - 2 / 3 * mean, abs=1e-3)
+
+
+def test_lemma_3_2_holds_and_an_error_of_two_thousandths_flips_it():
+    found = theory.lemma_3_2(SMALL, count=2000)
+    assert found.verdict == "holds"
+    assert [row["process"] for row in found.rows] == ["vp-sde", "ddpm", "sd", "cosine"]
+    found.rows[2]["measured"] += 0.002
+    assert theory.judge_lemma(found.rows).verdict == "does not hold"
+
+
+def test_real_images_are_judged_beside_uniform_ones(tmp_path):
+    store = prepare(digits(), tmp_path / "digits")
+    found = theory.lemma_3_2(SMALL, store, count=2000)
+    assert found.verdict == "holds only where x_0 ~ U[-1, 1]"
+    moment = ((torch.tensor(np.array(store.images)) / 127.5 - 1) ** 2).mean().item()
+    for row in found.rows[1::2]:  # the general form: ⅔ becomes 1 - moment
+        assert row["measured"] == pytest.approx(mean_square_norm(process_named(row["process"]), moment), abs=0.01)
+
+
+def feature_rows(where, spread, bend):
+    return [
+        {
+            "where": where,
+            "width": w,
+            "x": x,
+            "y": [(x + 1 + bend * (x % 2)) * f for f in (1 - spread, 1, 1 + spread)],
+        }
+        for w in (8, 32)
+        for x in map(float, range(6))
+    ]
+
+
+@pytest.mark.parametrize(("spread", "bend", "holds"), [(0.1, 0, True), (3, 0, False), (0.1, 9, False)])
+def test_thm_3_1_needs_a_line_and_a_band(spread, bend, holds):
+    rows = feature_rows(KEEPING, spread, bend) + feature_rows(AS_WRITTEN, 0.1, 9)
+    wanted = f"holds only where {KEEPING}" if holds else "does not hold"
+    assert theorems.judge_features(rows).verdict == wanted
+
+
+def test_thm_3_3_needs_a_rising_line():
+    def rows(slope):
+        return [{"where": "here", "x": float(x), "y": 9.0 + slope * x} for x in range(1, 6)]
+
+    assert theorems.judge_gradients(rows(1)).verdict == "holds"
+    assert theorems.judge_gradients(rows(-1)).verdict == "does not hold"
+    assert theorems.judge_gradients([{**r, "y": (-1) ** int(r["x"])} for r in rows(1)]).verdict == "does not hold"
+
+
+def test_gradient_norms_of_single_samples_are_those_of_autograd():
+    net = LongSkipNet(2, width=8, seed=3, dtype=torch.float64)
+    x, noise = torch.randn(2, 3, 8, dtype=torch.float64)
+    losses, squares = theorems.gradient_squares(net, x, noise, (1.0, 0.5), output_scale=0.3)
+    for sample in range(3):
+        loss = (0.3 * net(x[sample : sample + 1], (1.0, 0.5)) - noise[sample]).square().mean()
+        assert loss.item() == pytest.approx(losses[sample].item())
+        for name, block in (("a_1", net.encoder[1]), ("b_0", net.decoder[0])):
+            gradients = torch.autograd.grad(loss, [block[0].weight, block[2].weight], retain_graph=True)
+            wanted = sum(g.square().sum() for g in gradients) / 2 / 0.3**2
+            torch.testing.assert_close(squares[name][sample], wanted)
+
+
+def test_thm_3_4_is_a_bound_that_one_init_can_break():
+    rows = robustness.theorem_3_4(SMALL, iterations=8).rows
+    assert robustness.judge_gain(rows).verdict == "holds"
+    rows[0]["bound"] = rows[0]["largest"] / 2
+    assert robustness.judge_gain(rows).verdict == f"holds only where {KEEPING}"
+
+
+def test_the_bound_of_thm_3_4_is_the_papers_sum():
+    m0 = torch.tensor([2.0, 3.0])
+    found = robustness.predicted_gain((1.0, 0.5), m0, torch.tensor([1.0, 0.1]))
+    torch.testing.assert_close(found, torch.tensor([2 + 0.5 * 4 + 4.0, 3 + 0.5 * 9 + 0.9]))
+
+
+def test_m_0_is_the_norm_of_the_pairs():
+    net = LongSkipNet(2, width=6, layers=1, seed=0, dtype=torch.float64)
+    pairs, middle = robustness.block_gains(net, torch.randn(2, 6, dtype=torch.float64), 400)
+    for pair, a, b in zip(pairs, net.encoder, net.decoder, strict=True):  # one layer: linear, the same everywhere
+        wanted = torch.linalg.matrix_norm(b[0].weight @ a[0].weight, 2)
+        torch.testing.assert_close(pair, wanted.detach().expand(2))
+    torch.testing.assert_close(middle, torch.linalg.matrix_norm(net.middle[0].weight, 2).detach().expand(2))
+
+
+def test_the_direction_is_judged_by_where_reversed_is_larger():
+    rows = [{"pair": p, "cs": 1.0, "cs-reversed": p - 0.1} for p in (1.0, 1.05, 1.2, 2.0)]
+    found = robustness.judge_direction(rows)
+    assert found.verdict == "holds only where a pair of blocks enlarges typical changes by more than 1.05"
+    assert robustness.judge_direction(rows[2:]).verdict == "holds"
+    assert robustness.judge_direction(rows[:2]).verdict == "does not hold"
+
+
+def test_the_measured_direction_turns_round():
+    rows = robustness.direction(Settings(num_skips=6, width=32)).rows
+    assert rows[0]["cs-reversed"] < rows[0]["cs"]  # blocks that keep the norm
+    assert rows[-1]["cs-reversed"] > rows[-1]["cs"]  # Eq. 3 as written
+
+
+def test_the_range_from_data_depends_on_what_is_called_mean_and_on_the_number_of_skips():
+    noised = torch.tensor([0.5, 1.0, 1.0, 0.7774])
+    found = advise_from(Norms(torch.ones(4), noised), "ddpm", 6)
+    assert theory.judge_data_range(found, "x").verdict == "holds only where “mean” is the ratio of means"
+    found = advise_from(Norms(torch.ones(4), noised), "ddpm", 8)  # 0.95 overshoots
+    assert theory.judge_data_range(found, "x").verdict == "does not hold"
+    flat = advise_from(Norms(torch.ones(4), torch.full((4,), 1 / 1.22)), "ddpm", 6)
+    assert theory.judge_data_range(flat, "x").verdict == "holds"
+
+
+def test_statements_survive_json():
+    found = robustness.judge_direction([{"pair": 1.5, "cs": 1.0, "cs-reversed": 2.0}])
+    back = statement_from(json.loads(json.dumps(found.as_dict())))
+    assert (back, back.verdict) == (found, "holds")
+
+
+@pytest.mark.parametrize("bad", [{"num_skips": 1}, {"width": 8}, {"inits": 1}, {"layers": 0}, {"seed": -1}])
+def test_settings_that_cannot_be_are_sentences(bad):
+    with pytest.raises(ValueError, match="is at least"):
+        Settings(**bad)
+
+
+@pytest.mark.slow
+def test_the_verdicts_of_the_full_size():
+    found = {statement.name: statement.verdict for statement in theory.run(Settings())}
+    assert found == {
+        "Lemma 3.2": "holds",
+        "Thm 3.1": "holds only where blocks keep the norm",
+        "Thm 3.3": "holds only where blocks keep the norm and the output starts small",
+        "Thm 3.4": "holds",
+        "Direction of CS": "holds only where a pair of blocks enlarges typical changes by more than 1.10",
+        "κ from data": "holds only where “mean” is the ratio of means",
+    }
