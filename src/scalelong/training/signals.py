@@ -101,13 +101,18 @@ class Observer:
         return next(self.model.parameters()).device
 
 
+def block_of(name: str) -> str:
+    """The block that a parameter belongs to: the first part of its name, with its number (`in_blocks.3`)."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if len(parts) > 1 and parts[1].isdigit() else parts[0]
+
+
 def gradient_norms(model: nn.Module) -> dict[str, Tensor]:
-    """‖∇‖ of each block: parameters grouped by the first two parts of their names (`in_blocks.3`)."""
+    """‖∇‖ of each block."""
     groups: dict[str, list[Tensor]] = defaultdict(list)
     for name, p in model.named_parameters():
         if p.grad is not None:
-            parts = name.split(".")
-            groups[".".join(parts[:2]) if len(parts) > 1 and parts[1].isdigit() else parts[0]].append(p.grad)
+            groups[block_of(name)].append(p.grad)
     return {block: total_norm(grads).float() for block, grads in groups.items()}
 
 
