@@ -1,14 +1,15 @@
 """Small real training runs on the digits, healthy ones and ones with a fault planted at step 200.
 
-Diffusers' DDPM noise, a U-ViT or a UNet, a plain PyTorch loop. A fault is a function of the run and of the steps since
-its onset. `TUNED` were looked at while the alarm was made; `HELD_OUT` and `HEALTHY_HELD_OUT` were written down
-before the alarm had a threshold, and first run when it was finished.
+Diffusers' DDPM noise, a U-ViT or a UNet, a plain PyTorch loop. A fault is a function of the run and of the steps
+since its onset. `TUNED` were looked at while the alarm was made; `HELD_OUT` and `HEALTHY_HELD_OUT` were written
+down before the alarm had a threshold, and first run when it was finished.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -232,17 +233,32 @@ TUNED = [
     Run("lr × 30, U-ViT", fault=lr_times_30),
     Run("lr × 30, U-ViT depth 12, ls", make=lambda: uvit(32, 12), scaling="ls", lr=5e-4, seed=1, fault=lr_times_30),
     Run("lr × 30, UNet", make=unet, seed=2, fault=lr_times_30),
+    Run("lr × 30, U-ViT, base lr 3e-3", lr=3e-3, warmup=100, seed=8, fault=lr_times_30),
+    Run("lr × 30, UNet, base lr 2e-3", make=unet, lr=2e-3, warmup=50, seed=9, fault=lr_times_30),
     Run("lr × 30, U-ViT, clipped", clip=1.0, seed=3, fault=lr_times_30),
     Run("ramped coefficients, U-ViT", scaling="scalar", seed=4, fault=ramped_scalars),
-    Run("ramped coefficients, UNet at norm", make=unet, scaling="scalar", placement="norm", seed=5, fault=ramped_scalars),
+    Run(
+        "ramped coefficients, UNet at norm",
+        make=unet,
+        scaling="scalar",
+        placement="norm",
+        seed=5,
+        fault=ramped_scalars,
+    ),
     Run("ramped gate bias, U-ViT ls", scaling="ls", seed=6, fault=ramped_gate_bias),
+    Run("ramped coefficients, U-ViT in fp16", scaling="scalar", half=True, seed=10, fault=ramped_scalars),
     Run("fp16 overflow, U-ViT", half=True, seed=7, fault=half_overflow("mid_block.mlp.fc2.weight")),
 ]
 
 HELD_OUT = [
     Run("β2 = 0.1, U-ViT", lr=3e-3, seed=20, fault=small_beta2),
     Run("one layer grows 3 % a step, U-ViT", seed=21, fault=growing_layer("in_blocks.1.attn.proj.weight", 1.03)),
-    Run("one layer grows 3 % a step, UNet", make=unet, seed=22, fault=growing_layer("up_blocks.0.resnets.0.conv2.weight", 1.03)),
+    Run(
+        "one layer grows 3 % a step, UNet",
+        make=unet,
+        seed=22,
+        fault=growing_layer("up_blocks.0.resnets.0.conv2.weight", 1.03),
+    ),
     Run("one layer × 100 at once, U-ViT", seed=23, fault=injected_scale("in_blocks.2.mlp.fc2.weight", 100.0)),
     Run("data grows 3 % a step, U-ViT", seed=24, fault=drifting_data),
     Run("every tenth batch 0 … 255, UNet", make=unet, seed=25, fault=corrupted_batches),
@@ -256,7 +272,13 @@ HELD_OUT = [
     Run("lr × 30, SGD, U-ViT", optimiser="sgd", lr=0.02, seed=33, fault=lr_times_30),
     Run("lr × 30, v-prediction, UNet", make=unet, target="v_prediction", seed=34, fault=lr_times_30),
     Run("ascent in one block, U-ViT", scaling="1/sqrt2", seed=35, fault=wrong_sign),
-    Run("fp16 overflow in attention, UNet", make=unet, half=True, seed=36, fault=half_overflow("mid_block.attentions.0.to_out.0.weight")),
+    Run(
+        "fp16 overflow in attention, UNet",
+        make=unet,
+        half=True,
+        seed=36,
+        fault=half_overflow("mid_block.attentions.0.to_out.0.weight"),
+    ),
 ]
 
 HEALTHY = [
@@ -300,16 +322,13 @@ HEALTHY_HELD_OUT = [
     Run("UNet, SGD", make=unet, optimiser="sgd", lr=0.05, seed=214),
     Run("UNet, 1/√2, cosine", make=unet, scaling="1/sqrt2", cosine=True, seed=215),
     Run("UNet, lr 2e-3, 800 steps", make=unet, lr=2e-3, steps=800, seed=216),
-    Run("UNet, ls at norm, v-prediction", make=unet, scaling="ls", placement="norm", target="v_prediction", seed=217),
+    Run("UNet, ls, norm, v-prediction", make=unet, scaling="ls", placement="norm", target="v_prediction", seed=217),
     Run("UNet, fp16, warm-up", make=unet, half=True, warmup=50, seed=218),
     Run("U-ViT, lr 1e-5", lr=1e-5, seed=219),
 ]  # fmt: skip
 
 
 def first_passing(losses: list[float], factor: float = 10.0) -> int | None:
-    """The first step (from 1) whose loss is over `factor` times the median of the losses before it, or no number."""
-    for step in range(51, len(losses) + 1):
-        before = sorted(losses[: step - 1])
-        if not losses[step - 1] <= factor * before[len(before) // 2]:
-            return step
-    return None
+    """The first step from the onset on with a loss over `factor` times the median of the 100 before the onset."""
+    limit = factor * statistics.median(losses[ONSET - 100 : ONSET])
+    return next((step for step in range(ONSET + 1, len(losses) + 1) if not losses[step - 1] <= limit), None)

@@ -1,19 +1,23 @@
-"""What every step shows at little cost: loss, and per block the norms of output and gradient, and the update.
+"""What every step shows at little cost: the loss, each block's output, gradient and update, each skip's gate.
 
 All of it is a vector on the device. Blocks are those of `gradient_norms`, `in_blocks.3` or `up_blocks.1`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from os.path import commonprefix
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from scalelong.training.signals import block_of
+from scalelong.skips.apply import scaling_of
+from scalelong.skips.scalers import FixedScale, GatedScale
+from scalelong.stability.hooks import Unkept
+from scalelong.training.guard import tensors_in
+from scalelong.training.signals import block_of, in_training_forward
 
 UNSEEN = -1.0  # all signals are norms: what was not seen this time is told apart from what is not a number
 _PROBED = 256  # weights per block whose change stands for the block's
@@ -25,22 +29,34 @@ class Pulse:
     def __init__(self, model: nn.Module) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not named:
-            raise ValueError(f"{type(model).__name__} has no parameter to train; give the monitor the model in training.")
+            raise ValueError(
+                f"{type(model).__name__} has no parameter to train; give the monitor the model in training."
+            )
         self.parameters = [p for _, p in named]
         prefix = shared_prefix([name for name, _ in named])
         blocks = [_block(name, prefix) for name, _ in named]
         self.blocks = list(dict.fromkeys(blocks))
-        self.device = self.parameters[0].device
-        self._block_of_parameter = torch.tensor([self.blocks.index(b) for b in blocks], device=self.device)
-        self._probed = [_largest([p for p, b in zip(self.parameters, blocks, strict=True) if b == block]) for block in self.blocks]
-        self._before: Tensor | None = None
-        self._outputs: dict[str, Tensor] = {}
-        self._peaks: dict[str, Tensor] = {}
-        modules = dict(model.named_modules())
-        self._hooks: list[RemovableHandle] = [
-            modules[block].register_forward_hook(Hook(self, block)) for block in self.blocks if block in modules
+        self._block_of_parameter = torch.tensor([self.blocks.index(b) for b in blocks])
+        self._probed = [
+            _largest([p for p, b in zip(self.parameters, blocks, strict=True) if b == block])
+            for block in self.blocks
         ]
-        self.names = ["loss", *(f"{kind}/{block}" for kind in ("gradient", "update", "output", "peak") for block in self.blocks)]
+        self._before: Tensor | None = None
+        modules = dict(model.named_modules())
+        handle = scaling_of(model)
+        scales = {
+            f"skip {i}": s for i, s in enumerate(handle.scales if handle else ()) if not isinstance(s, FixedScale)
+        }
+        self._hooks: list[RemovableHandle] = [
+            *(modules[b].register_forward_hook(_Showing(self.see_output, b)) for b in self.blocks if b in modules),
+            *(scale.register_forward_hook(_Showing(self.see_gate, name)) for name, scale in scales.items()),
+        ]
+        of_blocks = {
+            kind: [f"{kind}/{block}" for block in self.blocks] for kind in ("gradient", "update", "output", "peak")
+        }
+        self._shown = [*of_blocks["output"], *of_blocks["peak"], *(f"gate/{name}" for name in scales)]
+        self._seen: dict[str, Tensor] = {}
+        self.names = ["loss", *of_blocks["gradient"], *of_blocks["update"], *self._shown]
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -50,32 +66,42 @@ class Pulse:
     @torch.no_grad()
     def take(self, loss: Tensor) -> Tensor:
         """The step's values, in the order of `names`, once its gradients are there; no wait for the device."""
-        vector = torch.cat([loss.detach().float().reshape(1), self._gradients(), self._updates(), self._seen()])
-        self._outputs.clear()
-        self._peaks.clear()
-        return vector
+        unseen = loss.new_full((), UNSEEN, dtype=torch.float32)
+        shown = torch.stack([self._seen.get(name, unseen) for name in self._shown])
+        self._seen.clear()
+        return torch.cat([loss.detach().float().reshape(1), self._gradients(), self._updates(), shown])
 
-    def see(self, block: str, output: Tensor) -> None:
-        """A block's output: its RMS, and in a narrow dtype its largest value as a share of the dtype's range."""
-        output = output.detach()
+    def see_output(self, block: str, module: nn.Module, output: Tensor) -> None:
+        """A block's RMS, and in half precision its largest value as a share of the dtype's range."""
         rms = torch.linalg.vector_norm(output, dtype=torch.float32) / output.numel() ** 0.5
-        # A block that runs several times in a step, for the pieces of a batch, counts with its largest.
-        self._outputs[block] = rms if block not in self._outputs else torch.maximum(rms, self._outputs[block])
+        self._note(f"output/{block}", rms)
         if output.dtype is torch.float16:
             low, high = torch.aminmax(output)
-            peak = torch.maximum(-low, high).float() / torch.finfo(output.dtype).max
-            self._peaks[block] = peak if block not in self._peaks else torch.maximum(peak, self._peaks[block])
+            self._note(f"peak/{block}", torch.maximum(-low, high).float() / torch.finfo(torch.float16).max)
+
+    def see_gate(self, skip: str, scale: nn.Module, output: Tensor) -> None:
+        """A skip's mean coefficient; of a gate its odds, whose logarithm has no end to run into."""
+        mean = output.float().mean().abs()
+        self._note(
+            f"gate/{skip}",
+            mean / (gate_limit(scale) - mean).clamp_min(1e-6) if isinstance(scale, GatedScale) else mean,
+        )
+
+    def _note(self, name: str, value: Tensor) -> None:
+        """What is seen several times in a step, for the pieces of a batch, counts with its largest."""
+        self._seen[name] = torch.maximum(value, self._seen[name]) if name in self._seen else value
 
     def _gradients(self) -> Tensor:
         grads = [p.grad for p in self.parameters]
         there = [g for g in grads if g is not None]
-        squares = torch.zeros(len(self.blocks), device=self.device)
         if not there:
-            return squares.fill_(UNSEEN)
+            return torch.full((len(self.blocks),), UNSEEN, device=self.parameters[0].device)
         norms = torch.stack(torch._foreach_norm(there)).float()
-        index = self._block_of_parameter
+        # The model may have moved since the monitor was made; where it has not, this copies nothing.
+        self._block_of_parameter = index = self._block_of_parameter.to(norms.device)
         if len(there) < len(grads):
             index = index[[i for i, g in enumerate(grads) if g is not None]]
+        squares = norms.new_zeros(len(self.blocks))
         return squares.index_add_(0, index, norms.square()).sqrt()
 
     def _updates(self) -> Tensor:
@@ -86,58 +112,31 @@ class Pulse:
             return now.new_full((len(now),), UNSEEN)
         return (now - before).norm(dim=1) / before.norm(dim=1).clamp_min(1e-12)
 
-    def _seen(self) -> Tensor:
-        unseen = torch.full((), UNSEEN, device=self.device)
-        return torch.stack([seen.get(block, unseen) for seen in (self._outputs, self._peaks) for block in self.blocks])
 
+class _Showing(Unkept):
+    """Shows a module's outputs in training to `see`."""
 
-class Hook:
-    """Shows a block's outputs to a pulse. A copy of the model, or one that was pickled, has none."""
-
-    def __init__(self, pulse: Pulse, block: str) -> None:
-        self.pulse = pulse
-        self.block = block
+    def __init__(self, see: Callable[[str, nn.Module, Tensor], None], name: str) -> None:
+        self.see = see
+        self.name = name
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if in_training_forward():
-            tensor = next(tensors_in(output), None)
-            if tensor is not None:
-                self.pulse.see(self.block, tensor)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _see_nothing
-
-    def __reduce__(self) -> Any:
-        return "_see_nothing"
+        if in_training_forward() and (tensor := next(tensors_in(output), None)) is not None:
+            with torch.no_grad():
+                self.see(self.name, module, tensor)
 
 
-def _see_nothing(module: nn.Module, args: Any, output: Any) -> None:
-    """In the place of a hook that was not copied."""
-
-
-def in_training_forward() -> bool:
-    """Neither sampling, nor the second pass of checkpointed activations on the way back."""
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The floating tensors of a module's output, or of its arguments."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from tensors_in(inner)
-    elif isinstance(value, (tuple, list)):
-        for inner in value:
-            yield from tensors_in(inner)
+def gate_limit(scale: GatedScale) -> float:
+    """What its coefficients stay below."""
+    gate = scale.gate if scale.gate is not None else scale.shared_gate[0]
+    return 2.0 if gate.identity_start else 1.0
 
 
 def shared_prefix(names: Sequence[str]) -> str:
     """What all names begin with, in whole parts: `net.` of a network inside another module."""
-    prefix = commonprefix([name.rpartition(".")[0] + "." for name in names])
-    prefix = prefix[: prefix.rfind(".") + 1]
-    return "" if len(names) == 1 or not prefix.strip(".") else prefix
+    first, last = min(paths := [name.split(".")[:-1] for name in names]), max(paths)
+    shared = list(takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
+    return "".join(f"{part}." for part, _ in shared)
 
 
 def _block(name: str, prefix: str) -> str:

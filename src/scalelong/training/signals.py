@@ -57,6 +57,8 @@ class Observer:
 
     def _see_merge(self, skip: LongSkip) -> Any:
         def see(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            if not in_training_forward():
+                return
             with torch.no_grad():
                 main, part = self.adapter.merge_inputs(skip, args, kwargs)
                 self.squares[f"skip norm/{skip.index}"].append(part.float().square().sum())
@@ -66,7 +68,8 @@ class Observer:
 
     def _see_gate(self, index: int) -> Any:
         def see(_: nn.Module, args: Any, output: Tensor) -> None:
-            self.means[f"coefficient/{index}"].append(output.detach().float().mean())
+            if in_training_forward():
+                self.means[f"coefficient/{index}"].append(output.detach().float().mean())
 
         return see
 
@@ -99,6 +102,11 @@ class Observer:
 
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+
+def in_training_forward() -> bool:
+    """Neither sampling, nor the second pass of checkpointed activations on the way back."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
 def block_of(name: str) -> str:
