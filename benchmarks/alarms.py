@@ -35,8 +35,10 @@ def main(
 ) -> None:
     """Run the faults and the healthy runs under the monitor, print a table and write a dated result file."""
     chosen = [(name, run) for name in sets.split(";") for run in SETS[name.strip()]]
-    rows = [{"set": name, **watch(run)} for name, run in track(chosen, "runs")]
-    typer.echo(table(rows))
+    rows = []
+    for name, run in track(chosen, "runs"):
+        rows.append({"set": name, **watch(run)})
+        typer.echo(table(rows[-1:]).splitlines()[-1])
     out.mkdir(parents=True, exist_ok=True)
     file = out / f"{date.today().isoformat()}-alarms.json"
     about = {"hardware": hardware(), "torch": torch.__version__}

@@ -121,6 +121,7 @@ class StabilityMonitor:
         rung = self._read(wait=self.wait or self._observing)
         if self._observing:
             self._write()
+        self._call.fresh = False
         self._arm()
         return rung
 

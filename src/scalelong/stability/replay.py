@@ -27,6 +27,7 @@ class LastCall:
         self.device = next(model.parameters()).device.type
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.output_gradient: Tensor | None = None
+        self.fresh = False  # whether the call is that of the present step
         self._hooks = [
             model.register_forward_pre_hook(Unkept(self._before), with_kwargs=True),
             model.register_forward_hook(Unkept(self._after)),
@@ -41,9 +42,12 @@ class LastCall:
     def trace(self) -> str:
         """Run the call again, and say which module is the first with a non-finite output or gradient."""
         if self.arguments is None:
-            return "the model's last call was not seen: give the monitor the model that the loop calls"
+            return "the model's last call was not seen: give the monitor what the loop calls (torch.compile's result)"
         if not all_finite(self.arguments):
             return "the input of the model is not finite already"
+        return self._trace() + ("" if self.fresh else "; seen on an earlier batch")
+
+    def _trace(self) -> str:
         with self._as_it_was():
             name, _ = first_bad_output(self.model, self._call)
             if name:
@@ -57,7 +61,7 @@ class LastCall:
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if in_training_forward():
-            self.arguments, self.output_gradient = (args, kwargs), None
+            self.arguments, self.output_gradient, self.fresh = (args, kwargs), None, True
             self._random = torch.get_rng_state(), _cuda_random(self.device)
             self._autocast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
 

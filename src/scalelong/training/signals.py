@@ -105,7 +105,12 @@ class Observer:
 
 
 def in_training_forward() -> bool:
-    """Neither sampling, nor the second pass of checkpointed activations on the way back."""
+    """Neither sampling, nor the second pass of checkpointed activations on the way back.
+
+    The compiler finds a constant here, and leaves out the hooks that ask.
+    """
+    if torch.compiler.is_compiling():
+        return False
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
