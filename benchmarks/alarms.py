@@ -52,7 +52,7 @@ def watch(run: faults.Run) -> dict[str, Any]:
     losses: list[float] = []
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        monitor = StabilityMonitor(training.model, folder, on_nonfinite="warn", logger="none")
+        monitor = StabilityMonitor(training.model, folder, on_nonfinite="warn", logger="none", report=False)
         with monitor:
             for _, loss, each, timesteps in training.steps():
                 losses.append(loss.item())

@@ -47,7 +47,7 @@ class StabilityMonitor:
     Give it the model that the loop calls, plain, compiled or wrapped by DDP. Every step it looks at the loss and at
     each block's gradient, update and output, without waiting for a GPU; every `interval` steps it writes these and
     the signals of every skip to metrics.jsonl and TensorBoard in `folder`. `close`, or the end of the `with` block,
-    draws report.html.
+    draws report.html, unless `report=False`.
 
     `on_alarm` is "warn", "raise" or a function that takes the `Alarm`. `on_nonfinite`, for a loss or gradient that
     is not finite, is "raise", "warn" or a function that takes the `NonFiniteError`; only "raise" ends the loop.
@@ -66,6 +66,7 @@ class StabilityMonitor:
         on_alarm: str | Callable[[Alarm], None] = "warn",
         on_nonfinite: str | Callable[[NonFiniteError], None] = "raise",
         logger: str = "tensorboard",
+        report: bool = True,
         scaler: Any = None,
         wait: bool = False,
         first_step: int = 0,
@@ -82,6 +83,7 @@ class StabilityMonitor:
         self.on_nonfinite = on_nonfinite
         self.scaler = scaler
         self.wait = wait
+        self.report = report
         self.steps = first_step
         self.alarms: list[Alarm] = []
         self.skipped_steps = 0  # left out by the GradScaler
@@ -266,10 +268,12 @@ class StabilityMonitor:
         self._watching.close()
         self.pulse.close()
         self._call.close()
-        if isinstance(self.log, RunLog):
+        if not isinstance(self.log, RunLog):
+            return
+        self.log.close()
+        if self.report:
             from scalelong.report.monitor import write_monitor_report
 
-            self.log.close()
             write_monitor_report(self.folder, self.folder / REPORT)
 
 
