@@ -55,7 +55,7 @@ def test_a_single_spike_rings_nothing_and_a_lasting_one_does():
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_the_threshold_is_that_of_the_signal_itself(scale):
-    """The same growth rings in a quiet signal and not in one that always varies so much; its size does not matter."""
+    """The same growth rings in a quiet signal and not in one that always varies so much, at any size."""
     growth = np.where(np.arange(400) < 300, 1.0, 2.5) * scale
     quiet, loud = noisy(400, growth, 0.05), noisy(400, growth, 1.0)
     alarms = feed(np.stack([quiet, loud], 1), ("output/in_blocks.0", "gradient/in_blocks.0"))

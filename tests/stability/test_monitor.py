@@ -72,7 +72,7 @@ def spoil(model, name):
 )
 def test_a_planted_nan_is_named_and_raised_before_the_update(case, name, tmp_path):
     loop = Loop(case)
-    monitor = StabilityMonitor(loop.model, tmp_path, logger="none")
+    monitor = StabilityMonitor(loop.model, tmp_path, logger="none", report=case == "unet2d")
     other = next(n for n, p in loop.model.named_parameters() if not n.startswith(name))
     before = {}
 
@@ -80,11 +80,15 @@ def test_a_planted_nan_is_named_and_raised_before_the_update(case, name, tmp_pat
         spoil(loop.model, name)(step)
         before[step] = loop.model.get_parameter(other).detach().clone()
 
-    with pytest.raises(NonFiniteError, match=f"step 3: the loss .* non-finite output is {name}, whose own weight"), monitor:
+    with (
+        pytest.raises(NonFiniteError, match=f"step 3: the loss .* non-finite output is {name}, whose own weight"),
+        monitor,
+    ):
         loop.run(monitor, 5, at)
     assert torch.equal(loop.model.get_parameter(other), before[3])
     assert rows_of(tmp_path)[-1]["nonfinite"]["culprit"].startswith("the first module")
-    assert name in (tmp_path / "report.html").read_text()
+    if case == "unet2d":
+        assert name in (tmp_path / "report.html").read_text()
 
 
 class Spoil(torch.autograd.Function):
@@ -107,7 +111,7 @@ def test_a_nan_of_the_backward_pass_is_named_and_nothing_is_touched(tmp_path):
     def look(error):
         seen.update(error=error, gradients=[p.grad.clone() for p in loop.model.parameters()])
 
-    monitor = StabilityMonitor(loop.model, tmp_path, logger="none", on_nonfinite=look)
+    monitor = StabilityMonitor(loop.model, tmp_path, logger="none", report=False, on_nonfinite=look)
     loop.optimiser.zero_grad()
     loss = loop.loss()
     loss.backward()
@@ -126,7 +130,9 @@ def test_a_nan_of_the_backward_pass_is_named_and_nothing_is_touched(tmp_path):
 def test_an_input_and_a_target_that_are_not_finite_are_told_apart(tmp_path):
     loop = Loop()
     for factor, words in (((BAD, 1.0), "the input of the model"), ((1.0, BAD), "gives a non-finite gradient")):
-        with StabilityMonitor(loop.model, tmp_path / words[:9], logger="none", on_nonfinite="warn") as monitor:
+        with StabilityMonitor(
+            loop.model, tmp_path / words[:9], logger="none", report=False, on_nonfinite="warn"
+        ) as monitor:
             output = loop.model(**loop.case.inputs | {"sample": loop.case.inputs["sample"] * factor[0]}).sample
             loss = (output * factor[1]).square().mean()
             loss.backward()
@@ -138,7 +144,7 @@ def test_going_on_is_the_users_word_and_each_trouble_is_told_once(tmp_path):
     errors = []
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     with pytest.warns(UserWarning, match="goes on without the signals of skips"):
-        monitor = StabilityMonitor(model, tmp_path, logger="none", on_nonfinite=errors.append)
+        monitor = StabilityMonitor(model, tmp_path, logger="none", report=False, on_nonfinite=errors.append)
     for step in range(1, 9):
         loss = model(torch.full((2, 3), BAD if step in (2, 3, 6) else 1.0)).mean()
         model.zero_grad()
@@ -158,7 +164,7 @@ def test_the_log_agrees_with_the_loops_own_numbers(tmp_path):
     loop.model.out_blocks[2].register_forward_pre_hook(see)
     losses = []
     probe = loop.model.in_blocks[1].mlp.fc1.weight
-    with StabilityMonitor(loop.model, tmp_path, interval=4, logger="none") as monitor:
+    with StabilityMonitor(loop.model, tmp_path, interval=4, logger="none", report=False) as monitor:
         for step in range(1, 9):
             loop.optimiser.zero_grad()
             loss = loop.loss()
@@ -183,7 +189,9 @@ def test_the_log_agrees_with_the_loops_own_numbers(tmp_path):
     coefficient = signals["coefficient/0"]
     assert signals["skip norm/0"] == pytest.approx(coefficient * own["skip"], rel=0.1)
     assert signals["gate/skip 0"] == pytest.approx(coefficient / (1 - coefficient), rel=1e-4)
-    assert signals["update/in_blocks.1"] == pytest.approx(update, rel=0.3)  # of a sample of the block's largest weight
+    assert signals["update/in_blocks.1"] == pytest.approx(
+        update, rel=0.3
+    )  # of a sample of the block's largest weight
     assert {f"merge gradient/{i}" for i in range(3)} <= set(signals)
     assert not [m for m in loop.model.modules() if m._forward_hooks]
 
@@ -191,7 +199,9 @@ def test_the_log_agrees_with_the_loops_own_numbers(tmp_path):
 def test_loss_by_noise_level(tmp_path):
     model = nn.Linear(2, 1)
     with pytest.warns(UserWarning, match="no long skips"):
-        monitor = StabilityMonitor(model, tmp_path, interval=2, logger="none", timestep_range=(0, 1000))
+        monitor = StabilityMonitor(
+            model, tmp_path, interval=2, logger="none", report=False, timestep_range=(0, 1000)
+        )
     for timesteps, losses in (([0, 50, 999], [1.0, 3.0, 5.0]), ([99, 500, -1], [5.0, 7.0, 3.0])):
         loss = model(torch.ones(1, 2)).sum()
         loss.backward()
@@ -204,7 +214,7 @@ def test_training_is_bitwise_the_same_with_a_monitor(tmp_path):
     plain, watched = Loop(scaling="ls"), Loop(scaling="ls")
     watched.model.load_state_dict(plain.model.state_dict())
     plain.run(type("None", (), {"step": lambda self, loss: None})(), 6)
-    with StabilityMonitor(watched.model, tmp_path, interval=2, logger="none") as monitor:
+    with StabilityMonitor(watched.model, tmp_path, interval=2, logger="none", report=False) as monitor:
         watched.run(monitor, 6)
     for a, b in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -212,7 +222,7 @@ def test_training_is_bitwise_the_same_with_a_monitor(tmp_path):
 
 def test_sampling_and_copies_in_between_are_not_seen(tmp_path):
     loop = Loop()
-    with StabilityMonitor(loop.model, tmp_path / "a", interval=2, logger="none") as monitor:
+    with StabilityMonitor(loop.model, tmp_path / "a", interval=2, logger="none", report=False) as monitor:
         average = copy.deepcopy(loop.model)
         again = pickle.loads(pickle.dumps(loop.model))
         loop.run(monitor, 4)
@@ -222,7 +232,7 @@ def test_sampling_and_copies_in_between_are_not_seen(tmp_path):
             loop.model(**{k: v * 100 if k == "sample" else v for k, v in loop.case.inputs.items()})
         assert not monitor.pulse._seen
     other = Loop()
-    with StabilityMonitor(other.model, tmp_path / "b", interval=2, logger="none") as monitor:
+    with StabilityMonitor(other.model, tmp_path / "b", interval=2, logger="none", report=False) as monitor:
         other.run(monitor, 4)
     pairs = zip(rows_of(tmp_path / "a"), rows_of(tmp_path / "b"), strict=True)
     assert all(a["signals"] == b["signals"] for a, b in pairs)
@@ -234,7 +244,9 @@ def test_checkpointed_activations_are_counted_once(tmp_path):
         loop = Loop()
         if checkpointing:
             loop.model.enable_gradient_checkpointing()
-        with StabilityMonitor(loop.model, tmp_path / str(checkpointing), interval=2, logger="none") as monitor:
+        with StabilityMonitor(
+            loop.model, tmp_path / str(checkpointing), interval=2, logger="none", report=False
+        ) as monitor:
             loop.run(monitor, 2)
         rows.append(rows_of(tmp_path / str(checkpointing))[0]["signals"])
     assert rows[1] == pytest.approx(rows[0], rel=1e-4)
@@ -246,9 +258,10 @@ def test_a_compiled_model_stays_one_graph_and_shows_its_skips_at_the_interval(tm
     counters.clear()
     loop = Loop(scaling="ls")
     loop.called = torch.compile(loop.model, backend="eager")
-    with pytest.raises(NonFiniteError, match="is out_blocks.1.mlp.fc1"), StabilityMonitor(
-        loop.called, tmp_path, interval=2, logger="none"
-    ) as monitor:
+    with (
+        pytest.raises(NonFiniteError, match="is out_blocks.1.mlp.fc1"),
+        StabilityMonitor(loop.called, tmp_path, interval=2, logger="none", report=False) as monitor,
+    ):
         loop.run(monitor, 4, spoil(loop.model, "out_blocks.1.mlp.fc1"))
     assert counters["stats"]["unique_graphs"] == 1
     assert {"skip norm/2", "coefficient/2", "output/mid_block"} <= set(rows_of(tmp_path)[0]["signals"])
@@ -261,9 +274,10 @@ def test_a_model_wrapped_by_ddp(tmp_path):
     try:
         loop = Loop()
         loop.called = nn.parallel.DistributedDataParallel(loop.model)
-        with pytest.raises(NonFiniteError, match="is mid_block.attn.proj"), StabilityMonitor(
-            loop.called, tmp_path / "run", interval=2, logger="none"
-        ) as monitor:
+        with (
+            pytest.raises(NonFiniteError, match="is mid_block.attn.proj"),
+            StabilityMonitor(loop.called, tmp_path / "run", interval=2, logger="none", report=False) as monitor,
+        ):
             loop.run(monitor, 4, spoil(loop.model, "mid_block.attn.proj"))
     finally:
         dist.destroy_process_group()
@@ -274,17 +288,20 @@ def test_what_arrives_late_names_the_block(tmp_path, monkeypatch):
     """As on a GPU, where values arrive two steps later."""
     from scalelong.stability.inbox import Inbox
 
-    real = Inbox.arrived
-
     def late(self, *, wait=False):
-        if wait or len(self._under_way) > 2:
-            yield from real(self, wait=True)
+        while len(self._under_way) > (0 if wait else 2):
+            step, host, _ = self._under_way.popleft()
+            yield step, host.tolist()
 
     monkeypatch.setattr(Inbox, "arrived", late)
     loop = Loop()
-    with pytest.raises(NonFiniteError, match="step 3: .* block with a non-finite output is in_blocks.2; it was found"):
-        with StabilityMonitor(loop.model, tmp_path, logger="none") as monitor:
-            loop.run(monitor, 9, spoil(loop.model, "in_blocks.2.mlp.fc1"))
+    with (
+        pytest.raises(
+            NonFiniteError, match="step 3: .* block with a non-finite output is in_blocks.2; it was found"
+        ),
+        StabilityMonitor(loop.model, tmp_path, logger="none", report=False) as monitor,
+    ):
+        loop.run(monitor, 9, spoil(loop.model, "in_blocks.2.mlp.fc1"))
 
 
 def test_an_overflow_that_the_scaler_skips_is_no_error(tmp_path):
@@ -330,26 +347,31 @@ def grow(model):
 
 def test_the_alarm_names_the_layer_and_does_what_it_is_told(tmp_path):
     heard = []
-    monitor = small_loop(lambda m: StabilityMonitor(m, tmp_path / "a", on_alarm=heard.append, logger="none"), grow)
+    monitor = small_loop(
+        lambda m: StabilityMonitor(m, tmp_path / "a", on_alarm=heard.append, logger="none", report=False), grow
+    )
     assert heard == monitor.alarms
     assert heard[0].layer == "2"
     assert 200 < heard[0].step < 220
     assert [row["alarm"]["layer"] for row in rows_of(tmp_path / "a") if "alarm" in row][0] == "2"
-    assert "at step" not in (tmp_path / "a" / "report.html").read_text()
     with pytest.raises(RuntimeError, match="output of 2|update of 2"):
-        small_loop(lambda m: StabilityMonitor(m, tmp_path / "b", on_alarm="raise", logger="none"), grow)
-    quiet = small_loop(lambda m: StabilityMonitor(m, tmp_path / "c", on_alarm="raise", logger="none"), lambda m: None)
+        small_loop(
+            lambda m: StabilityMonitor(m, tmp_path / "b", on_alarm="raise", logger="none", report=False), grow
+        )
+    quiet = small_loop(
+        lambda m: StabilityMonitor(m, tmp_path / "c", on_alarm="raise", logger="none", report=False), lambda m: None
+    )
     assert not quiet.alarms
 
 
 def test_a_loop_that_resumes_goes_on_with_log_and_alarm(tmp_path):
     loop = Loop()
-    with StabilityMonitor(loop.model, tmp_path, interval=2, logger="none") as monitor:
+    with StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False) as monitor:
         loop.run(monitor, 4)
         state = json.loads(json.dumps(monitor.state_dict()))
     with pytest.raises(ValueError, match="holds the log of another training"):
         StabilityMonitor(loop.model, tmp_path)
-    with StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", first_step=2) as monitor:
+    with StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False, first_step=2) as monitor:
         monitor.load_state_dict(state | {"steps": 2})
         loop.run(monitor, 2)
     assert [row["step"] for row in rows_of(tmp_path)] == [2, 4]
@@ -369,7 +391,9 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     assert board.Scalars("signals/skip norm/0")[0].value == pytest.approx(row["signals"]["skip norm/0"])
     page = (tmp_path / "report.html").read_text()
     assert "<script" not in page
-    assert "http" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace("https://matplotlib.org", "").replace("http://creativecommons.org", "")
+    assert "http" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "https://matplotlib.org", ""
+    ).replace("http://creativecommons.org", "")
 
 
 @pytest.mark.parametrize(
@@ -410,10 +434,11 @@ def test_in_lightnings_order_of_hooks(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lightning", types.ModuleType("lightning"))
     monkeypatch.setitem(sys.modules, "lightning.pytorch", package)
     loop = Loop()
-    monitor = StabilityMonitor(loop.model, tmp_path, interval=2, logger="none")
+    monitor = StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False)
     callback = monitor.lightning_callback()
     assert isinstance(callback, package.Callback)
     trainer = types.SimpleNamespace(accumulate_grad_batches=2)
+    losses = []
     for _ in range(2):
         loop.optimiser.zero_grad()
         for _ in range(2):
@@ -422,10 +447,10 @@ def test_in_lightnings_order_of_hooks(tmp_path, monkeypatch):
             loss.backward()
         callback.on_before_optimizer_step(trainer, None, loop.optimiser)
         loop.optimiser.step()
-    whole = loss.item() * 2
+        losses.append(loss.item() * 2)
     assert callback.state_dict()["steps"] == 2
     callback.on_train_end(trainer, None)
-    assert rows_of(tmp_path)[0]["loss"] == pytest.approx(whole, rel=0.2)
+    assert rows_of(tmp_path)[0]["loss"] == pytest.approx(sum(losses) / 2)
 
 
 @pytest.mark.slow
@@ -445,7 +470,7 @@ def test_in_a_real_lightning_trainer(tmp_path):
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     module = Module()
-    monitor = StabilityMonitor(module.net, tmp_path, interval=2, logger="none")
+    monitor = StabilityMonitor(module.net, tmp_path, interval=2, logger="none", report=False)
     trainer = pl.Trainer(
         max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         callbacks=[monitor.lightning_callback()],

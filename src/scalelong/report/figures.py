@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def curves(
             axes.axvline(step, color="crimson", ls="--", lw=0.8)
         axes.set(xlabel="step", ylabel=ylabel)
         if log:
-            axes.set_yscale("log")
+            _scale_by_log(axes)
         if any(groups):
             axes.legend(frameon=False)
         return _svg(figure)
@@ -55,7 +56,8 @@ def lines(record: Record, paths: Mapping[str, Sequence[str]], ylabel: str) -> st
             axes.plot(
                 steps, values, color=plt.get_cmap("viridis")(0.9 * i / max(1, len(found) - 1)), label=label, lw=1
             )
-        axes.set(xlabel="step", ylabel=ylabel, yscale="log")
+        axes.set(xlabel="step", ylabel=ylabel)
+        _scale_by_log(axes)
         figure.legend(frameon=False, fontsize=7, loc="outside right center")
         return _svg(figure)
 
@@ -75,7 +77,7 @@ def per_skip(groups: Groups, signal: str, ylabel: str, *, log: bool = True) -> s
                 _band(axes, runs, ("signals", f"{signal}/{i}"), colour, f"skip {i}")
             axes.set(title=scaling, xlabel="step")
             if log:
-                axes.set_yscale("log")
+                _scale_by_log(axes)
         panels[0][0].set_ylabel(ylabel)
         handles, labels = panels[0][-1].get_legend_handles_labels()
         figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside right center")
@@ -121,6 +123,12 @@ def _band(axes: Any, runs: Sequence[Record], path: Sequence[str], colour: Any, l
     axes.plot(common, mean, color=colour, label=label, lw=1.2)
     lowest, highest = ([f(column) for column in zip(*table, strict=True)] for f in (min, max))
     axes.fill_between(common, lowest, highest, color=colour, alpha=0.2, lw=0)
+
+
+def _scale_by_log(axes: Any) -> None:
+    """Unless there is nothing that has a logarithm."""
+    if any(0 < value < math.inf for line in axes.lines for value in line.get_ydata()):
+        axes.set_yscale("log")
 
 
 def _skips(runs: Sequence[Record], signal: str) -> list[int]:

@@ -42,7 +42,9 @@ class LastCall:
     def trace(self) -> str:
         """Run the call again, and say which module is the first with a non-finite output or gradient."""
         if self.arguments is None:
-            return "the model's last call was not seen: give the monitor what the loop calls (torch.compile's result)"
+            return (
+                "the model's last call was not seen: give the monitor what the loop calls (torch.compile's result)"
+            )
         if not all_finite(self.arguments):
             return "the input of the model is not finite already"
         return self._trace() + ("" if self.fresh else "; seen on an earlier batch")
