@@ -252,6 +252,7 @@ def test_checkpointed_activations_are_counted_once(tmp_path):
     assert rows[1] == pytest.approx(rows[0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_stays_one_graph_and_shows_its_skips_at_the_interval(tmp_path):
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
@@ -353,15 +354,11 @@ def test_the_alarm_names_the_layer_and_does_what_it_is_told(tmp_path):
     assert heard == monitor.alarms
     assert heard[0].layer == "2"
     assert 200 < heard[0].step < 220
-    assert [row["alarm"]["layer"] for row in rows_of(tmp_path / "a") if "alarm" in row][0] == "2"
+    assert next(row["alarm"]["layer"] for row in rows_of(tmp_path / "a") if "alarm" in row) == "2"
     with pytest.raises(RuntimeError, match="output of 2|update of 2"):
         small_loop(
             lambda m: StabilityMonitor(m, tmp_path / "b", on_alarm="raise", logger="none", report=False), grow
         )
-    quiet = small_loop(
-        lambda m: StabilityMonitor(m, tmp_path / "c", on_alarm="raise", logger="none", report=False), lambda m: None
-    )
-    assert not quiet.alarms
 
 
 def test_a_loop_that_resumes_goes_on_with_log_and_alarm(tmp_path):

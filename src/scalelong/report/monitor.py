@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scalelong.data.files import write_whole
 from scalelong.report import figures
-from scalelong.report.page import Section, render
+from scalelong.report.page import Section, write_page
 from scalelong.report.runs import Record
 from scalelong.training.log import read_metrics
 
@@ -16,14 +15,17 @@ from scalelong.training.log import read_metrics
 def write_monitor_report(folder: Path, out: Path) -> None:
     """Write the page for what a monitor has written so far."""
     record = Record(read_metrics(folder))
-    page = render(
-        "monitor.html.j2",
-        title=f"Stability of {folder.resolve().name}",
-        lead=_lead(record),
-        events=list(_events(record)),
-        sections=[section for section in _sections(record) if section.svg],
+    events = list(_events(record))
+    alarms = Section(
+        "Alarms",
+        "A signal that grew as it never had in this training, or a step that was not finite; dashed lines mark them."
+        if events
+        else "None.",
+        rows=events,
     )
-    write_whole(out, page)
+    drawn = [section for section in _sections(record) if section.svg]
+    title = f"Stability of {folder.resolve().name}"
+    write_page(title, _lead(record), [alarms, *drawn], out, f'StabilityMonitor(model, "{folder}")')
 
 
 def _lead(record: Record) -> str:
@@ -37,15 +39,19 @@ def _lead(record: Record) -> str:
     )
 
 
-def _events(record: Record) -> Iterator[str]:
+def _events(record: Record) -> Iterator[dict[str, str]]:
     for row in record.rows:
         if "alarm" in row:
             a: dict[str, Any] = row["alarm"]
             where = f" of {a['layer']}" if a["layer"] else ""
             more = f"; also {', '.join(a['others'][:5])}" if a["others"] else ""
-            yield f"step {a['step']}: {a['signal']}{where} at {a['factor']:.3g} times its usual value{more}"
+            yield {
+                "step": str(a["step"]),
+                "what": f"{a['signal']}{where} at {a['factor']:.3g} times its usual value{more}",
+            }
         if "nonfinite" in row:
-            yield f"step {row['step']}: the {row['nonfinite']['what']} is not finite; {row['nonfinite']['culprit']}"
+            bad = row["nonfinite"]
+            yield {"step": str(row["step"]), "what": f"the {bad['what']} is not finite; {bad['culprit']}"}
 
 
 def _sections(record: Record) -> list[Section]:
