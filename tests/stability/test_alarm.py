@@ -88,11 +88,11 @@ def test_nothing_rings_while_the_run_is_young():
 
 
 def test_unseen_signals_wait_without_harm():
-    x = noisy(500)
+    x = noisy(1000)
     x[::3] = -1  # not seen
     x[:200] = -1
     assert not feed(x, ("output/b",))
-    x[400:] *= 50
+    x[800:] *= 50
     assert feed(x, ("output/b",))
 
 

@@ -89,7 +89,8 @@ class Detector:
         self.seen = 0
         self.logs = np.zeros((len(self.names), REFERENCE + RECENT))
         self.deviations = np.zeros((len(self.names), HISTORY))
-        self._known = np.zeros(len(self.names), dtype=bool)  # which signals have had a value
+        self._values = np.zeros(len(self.names), dtype=int)  # how many each signal has had
+        self._needed = np.full(len(self.names), LEARNING)  # how many before it may ring
         self._usual = usual(self.deviations)
         self._quiet_until = 0
         kinds = [name.partition("/")[0] for name in self.names]
@@ -101,7 +102,7 @@ class Detector:
         self._take(np.asarray(values, dtype=np.float64))
         self.seen += 1
         now = deviation(self.logs)
-        alarm = self._judge(step, now) if self.seen > LEARNING and step >= self._quiet_until else None
+        alarm = self._judge(step, now) if step >= self._quiet_until else None
         self.deviations[:, self.seen % HISTORY] = now
         if self.seen % _REFRESH == 0:
             self._usual = usual(self.deviations[:, : self.seen + 1])
@@ -113,8 +114,10 @@ class Detector:
         """Append a column of logarithms. An unseen signal keeps its value; its first one stands for all before."""
         there = np.isfinite(values) & (values > 0)
         new = np.log(values, out=self.logs[:, -1].copy(), where=there)
-        first = there & ~self._known
-        self._known |= first
+        first = there & (self._values == 0)
+        if self.seen > REFERENCE:  # a latecomer's history is empty until it has filled the whole of it
+            self._needed[first] = HISTORY
+        self._values += there
         self.logs[first] = new[first, None]
         self.logs[:, :-1] = self.logs[:, 1:]
         self.logs[:, -1] = new
@@ -124,8 +127,9 @@ class Detector:
         away = np.where(self._both_ways, np.abs(now - centre), now - centre)
         score = away / spread
         rings = (score > STRANGE) & (np.where(self._both_ways, np.abs(now), now) > LARGE)
-        if self._known[self._peaks].any():
+        if self._values[self._peaks].any():
             rings[self._peaks] |= steps_to_overflow(self.logs[self._peaks, -20:]) < SOON
+        rings &= self._values > self._needed
         if not rings.any():
             return None
         order = [int(i) for i in np.argsort(-score) if rings[i]]
@@ -135,7 +139,8 @@ class Detector:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        arrays = {"logs": self.logs, "deviations": self.deviations, "known": self._known}
+        arrays = {"logs": self.logs, "deviations": self.deviations, "values": self._values}
+        arrays["needed"] = self._needed
         return {"names": self.names, "seen": self.seen} | {key: value.tolist() for key, value in arrays.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -147,5 +152,5 @@ class Detector:
             )
         self.seen = state["seen"]
         self.logs, self.deviations = np.array(state["logs"]), np.array(state["deviations"])
-        self._known = np.array(state["known"])
+        self._values, self._needed = np.array(state["values"]), np.array(state["needed"])
         self._usual = usual(self.deviations[:, : self.seen + 1])
