@@ -18,7 +18,7 @@ def write_monitor_report(folder: Path, out: Path) -> None:
     events = list(_events(record))
     alarms = Section(
         "Alarms",
-        "A signal that grew as never before in this training, or a step that was not finite; dashed lines mark them."
+        "A signal that grew as never before in this training, or a step that was not finite: dashed lines."
         if events
         else "None.",
         rows=events,
