@@ -2,8 +2,8 @@
 
 One loop (forward, backward, AdamW) with and without a `StabilityMonitor` at its default interval. Turns of the two
 follow each other step by step, on the same weights, so that whatever else the machine does hits both alike. A
-monitored step is timed with the looks at the interval and the writing of their lines in it. On a CPU the time is that
-of the processor, which a shared machine disturbs less than the clock on the wall.
+monitored step is timed with the looks at the interval and the writing of their lines in it. On a CPU the time is
+that of the processor, which a shared machine disturbs less than the clock on the wall.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def measure(preset: str, batch: int, steps: int, interval: int) -> dict[str, lis
 
 
 def overhead(times: dict[str, list[float]], interval: int) -> float:
-    """Share of a plain step: the median of what a step takes more than its neighbour, and what a look takes more."""
+    """Share of a plain step: the median of what a step takes more than its neighbour, and what a look does."""
     plain = statistics.median(times["plain"])
     between = statistics.median(b - a for a, b in zip(times["plain"], times["monitored"], strict=True))
     look = statistics.median(times["observed"]) - plain
