@@ -1,5 +1,6 @@
 """Code blocks in the documentation run; links lead somewhere; the project speaks of itself alone."""
 
+import json
 import re
 import subprocess
 import sys
@@ -57,6 +58,26 @@ def test_the_readme_names_every_preset():
 
     text = (ROOT / "README.md").read_text()
     assert not [name for name in MODEL_PRESETS if name not in text]
+
+
+@pytest.mark.slow
+def test_the_plain_loop_under_the_monitor_rings(tmp_path):
+    from examples import monitor_plain_loop
+
+    monitor = monitor_plain_loop.main(230, tmp_path / "run")
+    assert 201 <= monitor.alarms[0].step <= 205
+    assert "ALARM" not in (tmp_path / "run" / "report.html").read_text()
+    assert (tmp_path / "run" / "report.html").read_text().count("<svg") >= 8
+
+
+def test_diffusers_loop_under_the_monitor(tmp_path):
+    from examples import monitor_diffusers_accelerate
+
+    monitor = monitor_diffusers_accelerate.main(20, tmp_path / "run", batch=4)
+    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert row["step"] == 20
+    assert [f"skip norm/{i}" in row["signals"] for i in range(4)] == [True] * 4
+    assert not monitor.alarms
 
 
 @pytest.mark.slow

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from scalelong.saving import load
     from scalelong.skips.apply import apply, find_skips, scaling_of
     from scalelong.skips.scalers import SkipScales
-    from scalelong.skips.spec import CS, IE, LS, LearnedScalar, NoScaling, Uniform, parse_scaling
+    from scalelong.skips.spec import CS, IE, LS, LearnedScalar, Uniform, parse_scaling
+    from scalelong.stability.monitor import StabilityMonitor
 
 _HOME = {
     "apply": "scalelong.skips.apply",
     "find_skips": "scalelong.skips.apply",
     "scaling_of": "scalelong.skips.apply",
     "SkipScales": "scalelong.skips.scalers",
-    "NoScaling": "scalelong.skips.spec",
     "Uniform": "scalelong.skips.spec",
     "CS": "scalelong.skips.spec",
     "LS": "scalelong.skips.spec",
@@ -38,6 +38,7 @@ _HOME = {
     "build": "scalelong.backbones.build",
     "load": "scalelong.saving",
     "load_pipeline": "scalelong.export",
+    "StabilityMonitor": "scalelong.stability.monitor",
     # Not ours: diffusers looks for its own base class in the module that a pipeline folder names.
     "ModelMixin": "diffusers",
 }
@@ -47,8 +48,8 @@ __all__ = [
     "IE",
     "LS",
     "LearnedScalar",
-    "NoScaling",
     "SkipScales",
+    "StabilityMonitor",
     "UViT",
     "Uniform",
     "__version__",

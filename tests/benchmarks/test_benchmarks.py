@@ -1,5 +1,6 @@
 """The benchmarks at toy size: they run, and their figures add up."""
 
+import dataclasses
 import json
 import math
 
@@ -7,7 +8,19 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from benchmarks import expectations, fid, measure, readme, sampling, scaling, signals, throughput
+from benchmarks import (
+    alarms,
+    expectations,
+    faults,
+    fid,
+    measure,
+    monitor,
+    readme,
+    sampling,
+    scaling,
+    signals,
+    throughput,
+)
 from scalelong import experiment
 
 TINY = ["--set", "model.changes.hidden_size=16", "--set", "model.changes.num_layers=2"]
@@ -104,6 +117,32 @@ def test_expectations_are_as_the_command_writes_them():
 def test_all_expectations_are_current():
     page = expectations.PAGE.read_text()
     assert expectations.updated(page) == page, "run: python -m benchmarks.expectations"
+
+
+def test_what_the_monitor_costs(tmp_path):
+    out = run(monitor, "digits", "--batch", "2", "--rounds", "2", "--interval", "4", "--out", str(tmp_path))
+    assert "with the monitor, interval 4" in out
+    assert [row.name for row in rows_in(tmp_path)] == ["digits, plain", "digits, monitored", "digits, observed"]
+
+
+def test_the_overhead_counts_a_look_once_an_interval():
+    times = {"plain": [10.0] * 9, "monitored": [10.1] * 9, "observed": [15.1]}
+    assert math.isclose(monitor.overhead(times, 50), (10.1 * 49 + 15.1) / 50 / 10 - 1)
+
+
+def test_the_step_that_passes_ten_times_the_median():
+    losses = [9.0] * 100 + [1.0] * 100 + [5.0, 10.0, 10.1]
+    assert faults.first_passing(losses) == 203
+    assert faults.first_passing([*losses[:-1], 3.0]) is None
+    assert faults.first_passing([*losses[:-1], math.nan]) == 203
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [faults.TUNED[0], faults.HELD_OUT[9]], ids=lambda r: r.name)
+def test_a_fault_rings_and_the_same_run_without_it_does_not(fault):
+    row = alarms.watch(dataclasses.replace(fault, steps=300))
+    assert 200 < row["alarm"] < 280
+    assert alarms.watch(dataclasses.replace(fault, steps=300, fault=None))["alarm"] is None
 
 
 def test_the_readme_shows_the_newest_results():

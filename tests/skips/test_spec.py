@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scalelong import CS, IE, LS, LearnedScalar, NoScaling, Uniform, parse_scaling
+from scalelong.skips import CS, IE, LS, LearnedScalar, NoScaling, Uniform, parse_scaling
 from scalelong.skips.spec import PerSkip
 
 kappas = st.floats(0, 1, exclude_min=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -11,9 +12,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from scalelong.report.runs import Run
+from scalelong.report.runs import Record
 
-Groups = dict[str, list[Run]]
+Groups = Mapping[str, Sequence[Record]]
 _STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -23,18 +24,41 @@ _STYLE: Any = {
 }
 
 
-def curves(groups: Groups, path: Sequence[str], ylabel: str, *, log: bool = False) -> str:
-    """One line per scaling; empty where no run has logged it."""
+def curves(
+    groups: Groups, path: Sequence[str], ylabel: str, *, log: bool = False, marks: Sequence[int] = ()
+) -> str:
+    """One line per scaling, and a dashed one at each of the steps `marks`; empty where no run has logged it."""
     if not any(run.series(*path)[0] for runs in groups.values() for run in runs):
         return ""
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(6, 3.2))
         for colour, (scaling, runs) in enumerate(groups.items()):
             _band(axes, runs, path, f"C{colour}", scaling)
+        for step in marks:
+            axes.axvline(step, color="crimson", ls="--", lw=0.8)
         axes.set(xlabel="step", ylabel=ylabel)
         if log:
-            axes.set_yscale("log")
-        axes.legend(frameon=False)
+            _scale_by_log(axes)
+        if any(groups):
+            axes.legend(frameon=False)
+        return _svg(figure)
+
+
+def lines(record: Record, paths: Mapping[str, Sequence[str]], ylabel: str) -> str:
+    """Several numbers of one training, by label, from dark to light; empty where none was logged."""
+    found = {label: record.series(*path) for label, path in paths.items()}
+    found = {label: series for label, series in found.items() if series[0]}
+    if not found:
+        return ""
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(6, 3.2))
+        for i, (label, (steps, values)) in enumerate(found.items()):
+            axes.plot(
+                steps, values, color=plt.get_cmap("viridis")(0.9 * i / max(1, len(found) - 1)), label=label, lw=1
+            )
+        axes.set(xlabel="step", ylabel=ylabel)
+        _scale_by_log(axes)
+        figure.legend(frameon=False, fontsize=7, loc="outside right center")
         return _svg(figure)
 
 
@@ -53,7 +77,7 @@ def per_skip(groups: Groups, signal: str, ylabel: str, *, log: bool = True) -> s
                 _band(axes, runs, ("signals", f"{signal}/{i}"), colour, f"skip {i}")
             axes.set(title=scaling, xlabel="step")
             if log:
-                axes.set_yscale("log")
+                _scale_by_log(axes)
         panels[0][0].set_ylabel(ylabel)
         handles, labels = panels[0][-1].get_legend_handles_labels()
         figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside right center")
@@ -89,7 +113,7 @@ def drawn(panels: Sequence[Callable[[Any], None]]) -> str:
         return _svg(figure)
 
 
-def _band(axes: Any, runs: list[Run], path: Sequence[str], colour: Any, label: str) -> None:
+def _band(axes: Any, runs: Sequence[Record], path: Sequence[str], colour: Any, label: str) -> None:
     found = [run.series(*path) for run in runs]
     found = [(steps, values) for steps, values in found if steps]
     if not found:
@@ -102,7 +126,13 @@ def _band(axes: Any, runs: list[Run], path: Sequence[str], colour: Any, label: s
     axes.fill_between(common, lowest, highest, color=colour, alpha=0.2, lw=0)
 
 
-def _skips(runs: list[Run], signal: str) -> list[int]:
+def _scale_by_log(axes: Any) -> None:
+    """Unless there is nothing that has a logarithm."""
+    if any(0 < value < math.inf for line in axes.lines for value in line.get_ydata()):
+        axes.set_yscale("log")
+
+
+def _skips(runs: Sequence[Record], signal: str) -> list[int]:
     names = {key for run in runs for row in run.rows for key in row.get("signals", {})}
     return sorted(int(name.rsplit("/", 1)[1]) for name in names if name.startswith(f"{signal}/"))
 

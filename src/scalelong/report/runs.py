@@ -13,19 +13,10 @@ from scalelong.training.log import METRICS, read_metrics
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run folder, read."""
+class Record:
+    """The log of a training, whoever's it was."""
 
-    folder: Path
-    config: RunConfig
-    environment: dict[str, Any]
     rows: list[dict[str, Any]]
-
-    @property
-    def scaling(self) -> str:
-        """Its scaling, with the placement where that is not the paper's."""
-        placement = self.config.model.placement
-        return self.config.model.scaling + ("" if placement == "concat" else f" at {placement}")
 
     def series(self, *path: str) -> tuple[list[int], list[float]]:
         """(steps, values) of a logged number: `series("loss")`, `series("signals", "skip norm/0")`."""
@@ -43,6 +34,21 @@ class Run:
         """The mean of the last `over` values; NaN where nothing was logged."""
         values = self.series(*path)[1][-over:]
         return sum(values) / len(values) if values else math.nan
+
+
+@dataclass(frozen=True)
+class Run(Record):
+    """One run folder, read."""
+
+    folder: Path
+    config: RunConfig
+    environment: dict[str, Any]
+
+    @property
+    def scaling(self) -> str:
+        """Its scaling, with the placement where that is not the paper's."""
+        placement = self.config.model.placement
+        return self.config.model.scaling + ("" if placement == "concat" else f" at {placement}")
 
     @property
     def grid(self) -> Path | None:
@@ -67,7 +73,7 @@ def read_run(folder: Path) -> Run:
         raise ValueError(f"{folder / METRICS} is not as train wrote it: every line has a step.")
     if not rows:
         raise ValueError(f"{folder} has logged nothing yet; let it train a little first.")
-    return Run(folder, config, environment, rows)
+    return Run(rows, folder, config, environment)
 
 
 def by_scaling(runs: list[Run]) -> dict[str, list[Run]]:

@@ -66,11 +66,28 @@ def scaling_of(model: nn.Module) -> AppliedScaling | None:
 
     Looks through `torch.compile`, data-parallel and PEFT wrappers.
     """
+    model = unwrapped(model)
+    return None if attached(model) is None else AppliedScaling(model)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside `torch.compile`, data-parallel and PEFT wrappers."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()  # type: ignore[operator]
     while isinstance(inner := getattr(model, "_orig_mod", getattr(model, "module", None)), nn.Module):
         model = inner
-    return None if attached(model) is None else AppliedScaling(model)
+    return model
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether `torch.compile` holds the model, or a part of it."""
+    return hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules())
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP has cut its parameters into parts."""
+    ancestors = {cls for module in model.modules() for cls in type(module).__mro__}
+    return any(cls.__module__.startswith("torch.distributed.fsdp") for cls in ancestors)
 
 
 def _check_placement(adapter: Adapter, model: nn.Module, skips: list[LongSkip], placement: str) -> None:
@@ -89,14 +106,13 @@ def _refuse_wrapped(model: nn.Module) -> None:
             f"apply takes a model, got {type(model).__name__}"
             + ("; give it the pipeline's .unet or .transformer." if hasattr(model, "components") else ".")
         )
-    modules = list(model.modules())
-    ancestors = {cls for module in modules for cls in type(module).__mro__}
+    ancestors = {cls for module in model.modules() for cls in type(module).__mro__}
     how = None
-    if hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in modules):
+    if is_compiled(model):
         how = ("compiled", "apply to the plain model, then compile it")
     elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         how = ("wrapped for data-parallel training", "apply to model.module before wrapping it")
-    elif any(cls.__module__.startswith("torch.distributed.fsdp") for cls in ancestors):
+    elif is_sharded(model):
         how = ("sharded by FSDP", "apply before sharding it")
     elif any(cls.__module__.split(".")[0] == "peft" for cls in ancestors):
         how = ("carrying PEFT adapters", "apply to the base model, then add the adapters")

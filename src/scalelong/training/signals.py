@@ -57,6 +57,8 @@ class Observer:
 
     def _see_merge(self, skip: LongSkip) -> Any:
         def see(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            if not in_training_forward():
+                return
             with torch.no_grad():
                 main, part = self.adapter.merge_inputs(skip, args, kwargs)
                 self.squares[f"skip norm/{skip.index}"].append(part.float().square().sum())
@@ -66,7 +68,8 @@ class Observer:
 
     def _see_gate(self, index: int) -> Any:
         def see(_: nn.Module, args: Any, output: Tensor) -> None:
-            self.means[f"coefficient/{index}"].append(output.detach().float().mean())
+            if in_training_forward():
+                self.means[f"coefficient/{index}"].append(output.detach().float().mean())
 
         return see
 
@@ -101,13 +104,28 @@ class Observer:
         return next(self.model.parameters()).device
 
 
+def in_training_forward() -> bool:
+    """Neither sampling, nor the second pass of checkpointed activations on the way back.
+
+    The compiler finds a constant here, and leaves out the hooks that ask.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+def block_of(name: str) -> str:
+    """The block that a parameter belongs to: the first part of its name, with its number (`in_blocks.3`)."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if len(parts) > 1 and parts[1].isdigit() else parts[0]
+
+
 def gradient_norms(model: nn.Module) -> dict[str, Tensor]:
-    """‖∇‖ of each block: parameters grouped by the first two parts of their names (`in_blocks.3`)."""
+    """‖∇‖ of each block."""
     groups: dict[str, list[Tensor]] = defaultdict(list)
     for name, p in model.named_parameters():
         if p.grad is not None:
-            parts = name.split(".")
-            groups[".".join(parts[:2]) if len(parts) > 1 and parts[1].isdigit() else parts[0]].append(p.grad)
+            groups[block_of(name)].append(p.grad)
     return {block: total_norm(grads).float() for block, grads in groups.items()}
 
 

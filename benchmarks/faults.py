@@ -1,0 +1,334 @@
+"""Small real training runs on the digits, healthy ones and ones with a fault planted at step 200.
+
+Diffusers' DDPM noise, a U-ViT or a UNet, a plain PyTorch loop. A fault is a function of the run and of the steps
+since its onset. `TUNED` were looked at while the alarm was made; `HELD_OUT` and `HEALTHY_HELD_OUT` were written
+down before the alarm had a threshold, and first run when it was finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import scalelong
+
+ONSET = 200
+
+
+def uvit(width: int = 32, depth: int = 6) -> nn.Module:
+    """A small U-ViT for 8×8 digits."""
+    return scalelong.UViT(
+        sample_size=8, patch_size=2, in_channels=1, hidden_size=width, num_layers=depth, num_attention_heads=4
+    )
+
+
+def unet(width: int = 16) -> nn.Module:
+    """A small DDPM UNet for 8×8 digits."""
+    from diffusers import UNet2DModel
+
+    return UNet2DModel(
+        sample_size=8,
+        in_channels=1,
+        out_channels=1,
+        block_out_channels=(width, 2 * width),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        norm_num_groups=8,
+        attention_head_dim=8,
+    )
+
+
+@dataclass
+class Run:
+    """A training run; faults change its parts."""
+
+    name: str
+    make: Callable[[], nn.Module] = uvit
+    scaling: str = "none"
+    placement: str = "concat"
+    lr: float = 1e-3
+    batch: int = 16
+    seed: int = 0
+    steps: int = 320
+    warmup: int = 0
+    cosine: bool = False
+    clip: float | None = None
+    optimiser: str = "adamw"
+    target: str = "epsilon"
+    flat: bool = False  # images of even grey, in place of digits
+    half: bool = False
+    fault: Callable[[Training, int], None] | None = None
+
+
+class Training:
+    """A run in progress."""
+
+    def __init__(self, run: Run) -> None:
+        from diffusers import DDPMScheduler
+        from sklearn.datasets import load_digits
+
+        torch.manual_seed(run.seed)
+        self.run = run
+        self.model = run.make()
+        if run.scaling != "none":
+            scalelong.apply(self.model, run.scaling, placement=run.placement)
+        self.model.train()
+        kinds: dict[str, Any] = {
+            "adamw": lambda p: torch.optim.AdamW(p, lr=run.lr, betas=(0.9, 0.99), weight_decay=0.03),
+            "adam": lambda p: torch.optim.Adam(p, lr=run.lr),
+            "sgd": lambda p: torch.optim.SGD(p, lr=run.lr, momentum=0.9),
+        }
+        self.optimiser = kinds[run.optimiser](self.model.parameters())
+        self.noise = DDPMScheduler(prediction_type=run.target)
+        images = torch.tensor(load_digits().images, dtype=torch.float32)[:, None] / 8 - 1
+        self.images = images.mean(dim=(1, 2, 3), keepdim=True).expand_as(images) if run.flat else images
+        self.lr_factor = 1.0
+        self.data_factor = 1.0
+        self.target_noise = 0.0
+
+    def loss(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, loss per image, timesteps) of a fresh batch."""
+        clean = self.images[torch.randint(len(self.images), (self.run.batch,))] * self.data_factor
+        noise, t = torch.randn_like(clean), torch.randint(1000, (self.run.batch,))
+        noised = self.noise.add_noise(clean, noise, t)
+        target = noise if self.run.target == "epsilon" else self.noise.get_velocity(clean, noise, t)
+        target = target + self.target_noise * torch.randn_like(target)
+        half = torch.autocast("cpu", torch.float16) if self.run.half else contextlib.nullcontext()
+        with half:
+            predicted = self.model(noised, t, return_dict=False)[0].float()
+        each = F.mse_loss(predicted, target, reduction="none").mean(dim=(1, 2, 3))
+        return each.mean(), each, t
+
+    def set_lr(self, step: int) -> None:
+        """Warm-up, schedule and fault."""
+        factor = min(1.0, (step + 1) / self.run.warmup) if self.run.warmup else 1.0
+        if self.run.cosine:
+            factor *= 0.5 * (1 + math.cos(math.pi * step / self.run.steps))
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.run.lr * factor * self.lr_factor
+
+    def steps(self) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Each step after its backward pass, before clipping and the update."""
+        for step in range(self.run.steps):
+            if self.run.fault and step >= ONSET:
+                self.run.fault(self, step - ONSET)
+            self.set_lr(step)
+            loss, each, t = self.loss()
+            loss.backward()
+            yield step + 1, loss.detach(), each.detach(), t
+            if self.run.clip:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.run.clip)
+            self.optimiser.step()
+            self.optimiser.zero_grad()
+
+
+def grow(training: Training, name: str, rate: float) -> None:
+    """Multiply one parameter in place."""
+    with torch.no_grad():
+        training.model.get_parameter(name).mul_(rate)
+
+
+def lr_times_30(training: Training, k: int) -> None:
+    """The learning rate × 30, for good."""
+    training.lr_factor = 30.0
+
+
+def ramped_scalars(training: Training, k: int) -> None:
+    """Each skip's learned coefficient grows by 4 % a step."""
+    with torch.no_grad():
+        for p in scalelong.scaling_of(training.model).parameters():  # type: ignore[union-attr]
+            p.mul_(1.04)
+
+
+def ramped_gate_bias(training: Training, k: int) -> None:
+    """The biases of a gate without a squashing function grow by 0.1 a step."""
+    with torch.no_grad():
+        for gate in gates_of(training.model):
+            gate.bias.add_(0.1)
+
+
+def gates_of(model: nn.Module) -> list[nn.Linear]:
+    """The last linear layer of each gate of LS."""
+    found = {}
+    for name, module in model.named_modules():
+        if "skip_scal" in name and isinstance(module, nn.Linear):
+            found[name.rpartition(".")[0]] = module
+    return list(found.values())
+
+
+def half_overflow(name: str) -> Callable[[Training, int], None]:
+    """In fp16, one layer's weights grow by 15 % a step until its output leaves the range."""
+    return lambda training, k: grow(training, name, 1.15)
+
+
+def small_beta2(training: Training, k: int) -> None:
+    """Adam forgets its second moments at once."""
+    for group in training.optimiser.param_groups:
+        group["betas"] = (0.9, 0.1)
+
+
+def growing_layer(name: str, rate: float) -> Callable[[Training, int], None]:
+    """One layer's weights grow."""
+    return lambda training, k: grow(training, name, rate)
+
+
+def injected_scale(name: str, factor: float) -> Callable[[Training, int], None]:
+    """One layer's weights are multiplied once."""
+    return lambda training, k: grow(training, name, factor) if k == 0 else None
+
+
+def drifting_data(training: Training, k: int) -> None:
+    """Images are normalised worse and worse: 3 % larger each step."""
+    training.data_factor *= 1.03
+
+
+def corrupted_batches(training: Training, k: int) -> None:
+    """Every tenth batch has pixels of 0 … 255 instead of -1 … 1."""
+    training.data_factor = 127.5 if k % 10 == 0 else 1.0
+
+
+def noisy_targets(training: Training, k: int) -> None:
+    """Noise on the target, from 0.1, 4 % more each step."""
+    training.target_noise = 0.1 * 1.04**k
+
+
+def residual_gain(training: Training, k: int) -> None:
+    """The layers that end each residual branch grow by 2 % a step, all of them."""
+    with torch.no_grad():
+        for name, p in training.model.named_parameters():
+            if name.endswith(("attn.proj.weight", "mlp.fc2.weight", "conv2.weight", "to_out.0.weight")):
+                p.mul_(1.02)
+
+
+def negative_decay(training: Training, k: int) -> None:
+    """A sign error in the weight decay: weights grow by 2 % a step."""
+    for group in training.optimiser.param_groups:
+        group["weight_decay"] = -0.02 / group["lr"]
+
+
+def rising_lr(training: Training, k: int) -> None:
+    """The learning rate grows by 2 % a step."""
+    training.lr_factor = 1.02**k
+
+
+def wrong_sign(training: Training, k: int) -> None:
+    """Gradient ascent on the outermost merging block alone."""
+    block = scalelong.find_skips(training.model)[0].block
+    for p in block.parameters():
+        if p.grad is None and not p.__dict__.get("flipped"):
+            p.__dict__["flipped"] = True
+            p.register_hook(lambda g: -g)
+
+
+TUNED = [
+    Run("lr × 30, U-ViT", fault=lr_times_30),
+    Run("lr × 30, U-ViT depth 12, ls", make=lambda: uvit(32, 12), scaling="ls", lr=5e-4, seed=1, fault=lr_times_30),
+    Run("lr × 30, UNet", make=unet, seed=2, fault=lr_times_30),
+    Run("lr × 30, U-ViT, base lr 3e-3", lr=3e-3, warmup=100, seed=8, fault=lr_times_30),
+    Run("lr × 30, UNet, base lr 2e-3", make=unet, lr=2e-3, warmup=50, seed=9, fault=lr_times_30),
+    Run("lr × 30, U-ViT, clipped", clip=1.0, seed=3, fault=lr_times_30),
+    Run("ramped coefficients, U-ViT", scaling="scalar", seed=4, fault=ramped_scalars),
+    Run(
+        "ramped coefficients, UNet at norm",
+        make=unet,
+        scaling="scalar",
+        placement="norm",
+        seed=5,
+        fault=ramped_scalars,
+    ),
+    Run("ramped gate bias, U-ViT ls", scaling="ls", seed=6, fault=ramped_gate_bias),
+    Run("ramped coefficients, U-ViT in fp16", scaling="scalar", half=True, seed=10, fault=ramped_scalars),
+    Run("fp16 overflow, U-ViT", half=True, seed=7, fault=half_overflow("mid_block.mlp.fc2.weight")),
+]
+
+HELD_OUT = [
+    Run("β2 = 0.1, U-ViT", lr=3e-3, seed=20, fault=small_beta2),
+    Run("one layer grows 3 % a step, U-ViT", seed=21, fault=growing_layer("in_blocks.1.attn.proj.weight", 1.03)),
+    Run(
+        "one layer grows 3 % a step, UNet",
+        make=unet,
+        seed=22,
+        fault=growing_layer("up_blocks.0.resnets.0.conv2.weight", 1.03),
+    ),
+    Run("one layer × 100 at once, U-ViT", seed=23, fault=injected_scale("in_blocks.2.mlp.fc2.weight", 100.0)),
+    Run("data grows 3 % a step, U-ViT", seed=24, fault=drifting_data),
+    Run("every tenth batch 0 … 255, UNet", make=unet, seed=25, fault=corrupted_batches),
+    Run("noise on targets grows 4 % a step, U-ViT", scaling="cs:0.7", seed=26, fault=noisy_targets),
+    Run("residual branches grow 2 % a step, U-ViT", make=lambda: uvit(32, 12), seed=27, fault=residual_gain),
+    Run("residual branches grow 2 % a step, UNet", make=unet, seed=28, fault=residual_gain),
+    Run("weight decay of the wrong sign, U-ViT", scaling="ls", seed=29, fault=negative_decay),
+    Run("weight decay of the wrong sign, UNet", make=unet, seed=30, fault=negative_decay),
+    Run("lr grows 2 % a step, U-ViT", seed=31, steps=450, fault=rising_lr),
+    Run("lr grows 2 % a step, UNet", make=unet, seed=32, steps=450, fault=rising_lr),
+    Run("lr × 30, SGD, U-ViT", optimiser="sgd", lr=0.02, seed=33, fault=lr_times_30),
+    Run("lr × 30, v-prediction, UNet", make=unet, target="v_prediction", seed=34, fault=lr_times_30),
+    Run("ascent in one block, U-ViT", scaling="1/sqrt2", seed=35, fault=wrong_sign),
+    Run(
+        "fp16 overflow in attention, UNet",
+        make=unet,
+        half=True,
+        seed=36,
+        fault=half_overflow("mid_block.attentions.0.to_out.0.weight"),
+    ),
+]
+
+HEALTHY = [
+    Run("U-ViT", seed=100),
+    Run("U-ViT, lr 1e-4", lr=1e-4, seed=101),
+    Run("U-ViT, lr 3e-3, warm-up", lr=3e-3, warmup=100, seed=102),
+    Run("U-ViT, cs", scaling="cs:0.7", seed=103),
+    Run("U-ViT, ls", scaling="ls", seed=104),
+    Run("U-ViT, 1/√2, batch 4", scaling="1/sqrt2", batch=4, seed=105),
+    Run("U-ViT, scalar, clipped", scaling="scalar", clip=1.0, seed=106),
+    Run("U-ViT depth 12", make=lambda: uvit(32, 12), seed=107),
+    Run("U-ViT depth 12, ls, cosine", make=lambda: uvit(32, 12), scaling="ls", cosine=True, seed=108),
+    Run("U-ViT width 64", make=lambda: uvit(64, 4), batch=32, seed=109),
+    Run("UNet", make=unet, seed=110),
+    Run("UNet, lr 2e-4, clipped", make=unet, lr=2e-4, clip=1.0, seed=111),
+    Run("UNet, lr 3e-3, warm-up", make=unet, lr=3e-3, warmup=200, seed=112),
+    Run("UNet, cs at norm", make=unet, scaling="cs:0.7", placement="norm", seed=113),
+    Run("UNet, ls, batch 4", make=unet, scaling="ls", batch=4, seed=114),
+    Run("UNet, v-prediction", make=unet, target="v_prediction", seed=115),
+    Run("U-ViT, v-prediction, Adam", target="v_prediction", optimiser="adam", seed=116),
+    Run("U-ViT, SGD", optimiser="sgd", lr=0.02, seed=117),
+    Run("UNet, even grey", make=unet, flat=True, cosine=True, seed=118),
+    Run("U-ViT, fp16", half=True, seed=119),
+]
+
+HEALTHY_HELD_OUT = [
+    Run("U-ViT, batch 2", batch=2, lr=5e-4, seed=200),
+    Run("U-ViT, lr 2e-3", lr=2e-3, seed=201),
+    Run("U-ViT, ie", scaling="ie", seed=202),
+    Run("U-ViT, ls-per-skip, warm-up", scaling="ls-per-skip", warmup=300, seed=203),
+    Run("U-ViT, cs-reversed", scaling="cs-reversed:0.7", seed=204),
+    Run("U-ViT, 500 steps, cosine", steps=500, cosine=True, lr=2e-3, seed=205),
+    Run("U-ViT depth 16, width 16", make=lambda: uvit(16, 16), seed=206),
+    Run("U-ViT, even grey", flat=True, seed=207),
+    Run("U-ViT, SGD, lr 0.1", optimiser="sgd", lr=0.1, seed=208),
+    Run("U-ViT, Adam, clipped at 0.1", optimiser="adam", clip=0.1, seed=209),
+    Run("U-ViT, v-prediction, ls", target="v_prediction", scaling="ls", seed=210),
+    Run("UNet, scalar at norm", make=unet, scaling="scalar", placement="norm", seed=211),
+    Run("UNet, batch 2", make=unet, batch=2, lr=5e-4, seed=212),
+    Run("UNet, width 32", make=lambda: unet(32), seed=213),
+    Run("UNet, SGD", make=unet, optimiser="sgd", lr=0.05, seed=214),
+    Run("UNet, 1/√2, cosine", make=unet, scaling="1/sqrt2", cosine=True, seed=215),
+    Run("UNet, lr 2e-3, 500 steps", make=unet, lr=2e-3, steps=500, seed=216),
+    Run("UNet, ls, norm, v-prediction", make=unet, scaling="ls", placement="norm", target="v_prediction", seed=217),
+    Run("UNet, fp16, warm-up", make=unet, half=True, warmup=50, seed=218),
+    Run("U-ViT, lr 1e-5", lr=1e-5, seed=219),
+]  # fmt: skip
+
+
+def first_passing(losses: list[float], factor: float = 10.0) -> int | None:
+    """The first step from the onset on with a loss over `factor` times the median of the 100 before the onset."""
+    limit = factor * statistics.median(losses[ONSET - 100 : ONSET])
+    return next((step for step in range(ONSET + 1, len(losses) + 1) if not losses[step - 1] <= limit), None)

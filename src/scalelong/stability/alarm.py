@@ -1,0 +1,156 @@
+"""The alarm before divergence: is a signal growing as it never did in this run?
+
+All is in logarithms, so that a factor counts the same at any size. A signal's deviation is the mean of its last 3
+values less the median of the 50 before. It is compared with the deviations that the same signal showed before in
+the same run: the alarm rings where it lies far outside of those (`STRANGE` spreads) and is large in itself
+(`LARGE`), so that neither a noisy signal nor a very quiet one rings by nature. Half-precision outputs have one more
+rule: growth that leaves the dtype's range within `SOON` steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+RECENT = 3
+REFERENCE = 50
+HISTORY = 300
+LEARNING = 150  # steps without an alarm, in which the run shows what is usual
+STRANGE = 7.0
+LARGE = math.log(1.5)
+QUIET = 0.03  # the least spread that a signal is believed to have
+SOON = 50
+_GROWING = 1e-3  # per step: what grows less has no overflow to come
+_REFRESH = 10  # steps between two looks at the whole history: what is usual changes slowly
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """What rang, where, and by how much."""
+
+    step: int
+    signal: str  # loss, gradient, update, output, gate, peak
+    layer: str  # the block, or the skip of a gate; empty for the loss
+    factor: float  # the recent mean over the usual value
+    score: float  # how many spreads outside of what the run had shown
+    others: tuple[str, ...] = ()  # what rang beside it, strangest first
+
+    def __str__(self) -> str:
+        where = f" of {self.layer}" if self.layer else ""
+        more = f" (and {len(self.others)} more: {', '.join(self.others[:3])})" if self.others else ""
+        if self.signal == "peak":
+            return f"step {self.step}: the output{where} grows out of float16's range within {SOON} steps{more}"
+        return (
+            f"step {self.step}: the {self.signal}{where} is {self.factor:.3g} times what it was in the last "
+            f"{REFERENCE} steps, {self.score:.0f} spreads beyond what this run has shown{more}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a log line."""
+        return {**self.__dict__, "others": list(self.others)}
+
+
+def deviation(logs: Array) -> Array:
+    """Mean of the last `RECENT` values less the median of those before; [signals, steps] -> [signals]."""
+    return logs[:, -RECENT:].mean(axis=1) - _median(logs[:, :-RECENT])
+
+
+def usual(deviations: Array) -> tuple[Array, Array]:
+    """Median and robust spread (1.48 MAD, and never less than `QUIET`) of past deviations, [signals, steps]."""
+    centre = _median(deviations)
+    return centre, 1.4826 * _median(np.abs(deviations - centre[:, None])) + QUIET
+
+
+def _median(values: Array) -> Array:
+    """The upper median along the last axis: a fraction of the cost of numpy's own."""
+    middle = values.shape[-1] // 2
+    return np.partition(values, middle, axis=-1)[..., middle]
+
+
+def steps_to_overflow(logs: Array) -> Array:
+    """Steps until growth as over these steps reaches 0, the logarithm of a full range; infinite without growth."""
+    half = logs.shape[1] // 2
+    growth = (logs[:, half:].mean(axis=1) - logs[:, :half].mean(axis=1)) / half
+    return np.where(growth > _GROWING, -logs[:, -1] / np.maximum(growth, _GROWING), np.inf)
+
+
+class Detector:
+    """Learns what is usual in a run, step by step, and says when something is not."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self.seen = 0
+        self.logs = np.zeros((len(self.names), REFERENCE + RECENT))
+        self.deviations = np.zeros((len(self.names), HISTORY))
+        self._values = np.zeros(len(self.names), dtype=int)  # how many each signal has had
+        self._needed = np.full(len(self.names), LEARNING)  # how many before it may ring
+        self._usual = usual(self.deviations)
+        self._quiet_until = 0
+        kinds = [name.partition("/")[0] for name in self.names]
+        self._both_ways = np.array([kind == "gate" for kind in kinds])
+        self._peaks = np.array([i for i, kind in enumerate(kinds) if kind == "peak"], dtype=int)
+
+    def update(self, step: int, values: Sequence[float]) -> Alarm | None:
+        """Take a step's values and return the alarm, if it rings. What is not positive and finite was not seen."""
+        self._take(np.asarray(values, dtype=np.float64))
+        self.seen += 1
+        now = deviation(self.logs)
+        alarm = self._judge(step, now) if step >= self._quiet_until else None
+        self.deviations[:, self.seen % HISTORY] = now
+        if self.seen % _REFRESH == 0:
+            self._usual = usual(self.deviations[:, : self.seen + 1])
+        if alarm:
+            self._quiet_until = step + REFERENCE
+        return alarm
+
+    def _take(self, values: Array) -> None:
+        """Append a column of logarithms. An unseen signal keeps its value; its first one stands for all before."""
+        there = np.isfinite(values) & (values > 0)
+        new = np.log(values, out=self.logs[:, -1].copy(), where=there)
+        first = there & (self._values == 0)
+        if self.seen > REFERENCE:  # a latecomer's history is empty until it has filled the whole of it
+            self._needed[first] = HISTORY
+        self._values += there
+        self.logs[first] = new[first, None]
+        self.logs[:, :-1] = self.logs[:, 1:]
+        self.logs[:, -1] = new
+
+    def _judge(self, step: int, now: Array) -> Alarm | None:
+        centre, spread = self._usual
+        away = np.where(self._both_ways, np.abs(now - centre), now - centre)
+        score = away / spread
+        rings = (score > STRANGE) & (np.where(self._both_ways, np.abs(now), now) > LARGE)
+        if self._values[self._peaks].any():
+            rings[self._peaks] |= steps_to_overflow(self.logs[self._peaks, -20:]) < SOON
+        rings &= self._values > self._needed
+        if not rings.any():
+            return None
+        order = [int(i) for i in np.argsort(-score) if rings[i]]
+        signal, _, layer = self.names[order[0]].partition("/")
+        others = tuple(self.names[i] for i in order[1:])
+        return Alarm(step, signal, layer, math.exp(now[order[0]]), float(score[order[0]]), others)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        arrays = {"logs": self.logs, "deviations": self.deviations, "values": self._values}
+        arrays["needed"] = self._needed
+        return {"names": self.names, "seen": self.seen} | {key: value.tolist() for key, value in arrays.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        if state["names"] != self.names:
+            raise ValueError(
+                f"the saved alarm watched {len(state['names'])} signals, other ones than the {len(self.names)} of "
+                "this model; load it into a monitor of the same model, or start a fresh one."
+            )
+        self.seen = state["seen"]
+        self.logs, self.deviations = np.array(state["logs"]), np.array(state["deviations"])
+        self._values, self._needed = np.array(state["values"]), np.array(state["needed"])
+        self._usual = usual(self.deviations[:, : self.seen + 1])

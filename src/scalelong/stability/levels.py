@@ -1,0 +1,46 @@
+"""The loss by noise level: per-image losses, gathered in ten equal ranges of time on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LEVELS = 10
+
+
+class NoiseLevels:
+    """Means of the losses since the last look, per range of timesteps between `low` and `high`."""
+
+    def __init__(self, low: float, high: float) -> None:
+        if not high > low:
+            raise ValueError(
+                f"timestep_range is (lowest, highest), got {(low, high)}; for diffusers' schedulers (0, 1000)."
+            )
+        self.low, self.high = low, high
+        width = (high - low) / LEVELS
+        self.names = [f"{low + i * width:g} to {low + (i + 1) * width:g}" for i in range(LEVELS)]
+        self.sums: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, timesteps: Tensor, losses: Tensor) -> None:
+        """A batch: [B] timesteps, and losses [B] or [B, ...], which are averaged per image."""
+        losses = losses.detach().float()
+        if len(losses) != len(timesteps):
+            raise ValueError(
+                f"losses and timesteps are of the same images, got {len(losses)} and {len(timesteps)}; "
+                "take the loss with reduction='none'."
+            )
+        each = losses.flatten(1).mean(1) if losses.dim() > 1 else losses
+        place = ((timesteps.float() - self.low) / (self.high - self.low) * LEVELS).long().clamp(0, LEVELS - 1)
+        if self.sums is None:
+            self.sums = torch.zeros(2, LEVELS, device=each.device)
+        self.sums.index_add_(1, place.to(each.device), torch.stack([each, torch.ones_like(each)]))
+
+    def take(self) -> dict[str, float]:
+        """The means of the ranges that had images; starts anew."""
+        if self.sums is None:
+            return {}
+        totals, counts = self.sums.tolist()
+        self.sums = None
+        rows = zip(self.names, totals, counts, strict=True)
+        return {name: total / count for name, total, count in rows if count}

@@ -1,0 +1,321 @@
+"""`StabilityMonitor`, for anybody's loop: signals, an alarm before divergence, and who made the first NaN."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from scalelong.skips.apply import is_compiled, is_sharded, unwrapped
+from scalelong.skips.sites import UnsupportedModelError
+from scalelong.stability.alarm import Alarm, Detector
+from scalelong.stability.inbox import Inbox
+from scalelong.stability.levels import NoiseLevels
+from scalelong.stability.pulse import Pulse
+from scalelong.stability.replay import LastCall
+from scalelong.training.guard import NonFiniteError
+from scalelong.training.log import METRICS, NoLog, RunLog
+from scalelong.training.signals import Observer, Oscillation, Signals
+from scalelong.training.trackers import check_logger
+
+REPORT = "report.html"
+_ADVICE = (
+    "The monitor has changed nothing. A lower learning rate, gradient clipping, bf16 in place of fp16 or a skip "
+    "scaling may help."
+)
+
+
+class StabilityWarning(UserWarning):
+    """An alarm, or a non-finite step that the loop was told to go on after."""
+
+
+class StabilityMonitor:
+    """Watches a training loop: `with StabilityMonitor(model, folder) as monitor`, and in it
+
+        loss.backward()
+        monitor.step(loss)   # gradients are there, the update is still to come
+        optimizer.step()
+
+    Give it the model that the loop calls, plain, compiled or wrapped by DDP. Every step it looks at the loss and at
+    each block's gradient, update and output, without waiting for a GPU; every `interval` steps it writes these and
+    the signals of every skip to metrics.jsonl and TensorBoard in `folder`. `close`, or the end of the `with` block,
+    draws report.html, unless `report=False`.
+
+    `on_alarm` is "warn", "raise" or a function that takes the `Alarm`. `on_nonfinite`, for a loss or gradient that
+    is not finite, is "raise", "warn" or a function that takes the `NonFiniteError`; only "raise" ends the loop.
+    `scaler` is the GradScaler of an fp16 loop: gradients that overflow are its business, while the loss is finite.
+    `wait=True` makes a GPU's step wait for the monitor, so that a non-finite one is raised before its update and
+    traced to the module; otherwise it is found a step or two later and named by block. A CPU never has to wait.
+    `first_step` is the number of steps already done, for a loop that resumes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: str | Path = "monitor",
+        *,
+        interval: int = 50,
+        on_alarm: str | Callable[[Alarm], None] = "warn",
+        on_nonfinite: str | Callable[[NonFiniteError], None] = "raise",
+        logger: str = "tensorboard",
+        report: bool = True,
+        scaler: Any = None,
+        wait: bool = False,
+        first_step: int = 0,
+        timestep_range: tuple[float, float] = (0, 1000),
+    ) -> None:
+        _check(model, interval, first_step, on_alarm=on_alarm, on_nonfinite=on_nonfinite)
+        check_logger(logger)
+        self.levels = NoiseLevels(*timestep_range)
+        self.folder = Path(folder)
+        _check_folder(self.folder, first_step)
+        self.model = unwrapped(model)
+        self.interval = interval
+        self.on_alarm = on_alarm
+        self.on_nonfinite = on_nonfinite
+        self.scaler = scaler
+        self.wait = wait
+        self.report = report
+        self.steps = first_step
+        self.alarms: list[Alarm] = []
+        self.skipped_steps = 0  # left out by the GradScaler
+        self.pulse = Pulse(self.model)
+        self.detector = Detector(self.pulse.names)
+        self.oscillation = Oscillation()
+        self.observer = _observer(self.model)
+        self._compiled = is_compiled(model)
+        self._call = LastCall(model)
+        self._inbox = Inbox()
+        self._watching = ExitStack()
+        self._observing = False
+        self._in_trouble = False
+        self._losses: list[float] = []
+        self._last: dict[str, float] = {}
+        self._closed = False
+        self.log = self._open_log(logger, first_step)
+        self._since = self.steps, time.perf_counter()
+        self._arm()
+
+    def step(
+        self, loss: Tensor | float, *, timesteps: Tensor | None = None, losses: Tensor | None = None
+    ) -> Alarm | None:
+        """Once per update, after the backward pass and before the optimiser; returns an alarm that rang.
+
+        With `timesteps` [B] and `losses` per image, the loss is also told by noise level.
+        """
+        if self._closed:
+            raise ValueError("this monitor is closed; make a new one, with first_step= and another folder.")
+        if (timesteps is None) != (losses is None):
+            raise ValueError("the loss by noise level needs both timesteps= and losses=, the loss of each image.")
+        self.steps += 1
+        if timesteps is not None and losses is not None:
+            self.levels.add(timesteps, losses)
+        device = self.pulse.parameters[0].device
+        self._inbox.send(self.steps, self.pulse.take(torch.as_tensor(loss, device=device)))
+        rung = self._read(wait=self.wait or self._observing)
+        if self._observing:
+            self._write()
+        self._call.fresh = False
+        self._arm()
+        return rung
+
+    def close(self) -> None:
+        """Read what is under way, take all hooks off, close the log and draw report.html."""
+        if self._closed:
+            return
+        try:
+            self._read(wait=True)
+        finally:
+            self._let_go()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # what ended the loop is the news, not what the last steps may still show
+            self._let_go()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the alarm has learnt, for a checkpoint: numbers and lists."""
+        return {
+            "steps": self.steps,
+            "detector": self.detector.state_dict(),
+            "oscillation": self.oscillation.state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint, without learning anew what is usual."""
+        self.detector.load_state_dict(state["detector"])
+        self.oscillation.load(state["oscillation"])
+        self.steps = state["steps"]
+
+    def lightning_callback(self) -> Any:
+        """For `Trainer(callbacks=[...])`."""
+        from scalelong.stability.lightning import callback_for
+
+        return callback_for(self)
+
+    def _open_log(self, logger: str, first_step: int) -> RunLog | NoLog:
+        if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
+            return NoLog()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return RunLog(self.folder, first_step, logger)
+
+    def _arm(self) -> None:
+        """Put the skips' hooks on, where the coming step is to be observed."""
+        self._watching.close()
+        coming = self.steps + 1
+        self._observing = coming % self.interval == 0
+        if self._observing and self.observer is not None:
+            self._watching.enter_context(self.observer.watching())
+            if self._compiled:  # a compiled graph calls no hooks
+                self._watching.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def _read(self, *, wait: bool) -> Alarm | None:
+        rung = None
+        for step, values in self._inbox.arrived(wait=wait):
+            named = dict(zip(self.pulse.names, values, strict=True))
+            if self._is_bad(step, named):
+                continue
+            self._losses.append(named["loss"])
+            self._last = named
+            if alarm := self.detector.update(step, values):
+                rung = alarm
+                self._ring(alarm)
+        return rung
+
+    def _is_bad(self, step: int, values: dict[str, float]) -> bool:
+        """Report a step that is not finite; of several in a row, the first."""
+        bad = [
+            name for name, v in values.items() if not math.isfinite(v) and name.startswith(("loss", "gradient/"))
+        ]
+        if not bad:
+            self._in_trouble = False
+            return False
+        if self.scaler is not None and math.isfinite(values["loss"]) and self.scaler.get_scale() > 1:
+            self.skipped_steps += 1
+            return True
+        if not self._in_trouble:
+            self._in_trouble = True
+            what = "loss" if "loss" in bad else "gradient"
+            self._report_bad(NonFiniteError(step, what, self._culprit(step, values, bad), _ADVICE))
+        return True
+
+    def _culprit(self, step: int, values: dict[str, float], bad: list[str]) -> str:
+        if step == self.steps:
+            return self._call.trace()
+        blocks = [name for name, v in values.items() if name.startswith("output/") and not math.isfinite(v)]
+        late = f"it was found {self.steps - step} steps later (wait=True finds the module, before the update)"
+        if blocks:
+            return f"the first block with a non-finite output is {blocks[0].partition('/')[2]}; {late}"
+        return f"no block's output was seen to be non-finite, and the gradient of {len(bad)} blocks was; {late}"
+
+    def _report_bad(self, error: NonFiniteError) -> None:
+        self.log.write(error.step, nonfinite={"what": error.what, "culprit": error.culprit})
+        _tell(self.on_nonfinite, error, error)
+
+    def _ring(self, alarm: Alarm) -> None:
+        self.alarms.append(alarm)
+        self.log.write(alarm.step, alarm=alarm.as_dict())
+        _tell(self.on_alarm, alarm, RuntimeError(str(alarm)))
+
+    def _write(self) -> None:
+        """A line of everything."""
+        since, started = self._since
+        seconds = (time.perf_counter() - started) / (self.steps - since)
+        self._since = self.steps, time.perf_counter()
+        main: Signals = {}
+        if self._losses:
+            main["loss"] = sum(self._losses) / len(self._losses)
+            main["gradient norm"] = math.hypot(*self._of_kind("gradient").values())
+            main["weight norm"] = torch.nn.utils.get_total_norm(self.pulse.parameters).item()
+        signals = {name: v for name, v in self._last.items() if name != "loss" and v >= 0}
+        if self.observer is not None:
+            self._watching.close()
+            self.observer.measure()
+            signals |= self.observer.signals()
+        by_noise = self.levels.take()
+        more: dict[str, Any] = {"loss by noise": by_noise} if by_noise else {}
+        if self.scaler is not None:
+            more["skipped steps"] = self.skipped_steps
+        self._losses = []
+        self.log.write(
+            self.steps,
+            **main,
+            **more,
+            seconds_per_step=seconds,
+            signals=signals,
+            oscillation=self.oscillation.update(main | signals),
+        )
+
+    def _of_kind(self, kind: str) -> dict[str, float]:
+        return {name: v for name, v in self._last.items() if name.startswith(f"{kind}/") and v >= 0}
+
+    def _let_go(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._watching.close()
+        self.pulse.close()
+        self._call.close()
+        if not isinstance(self.log, RunLog):
+            return
+        self.log.close()
+        if self.report:
+            from scalelong.report.monitor import write_monitor_report
+
+            write_monitor_report(self.folder, self.folder / REPORT)
+
+
+def _observer(model: nn.Module) -> Observer | None:
+    try:
+        return Observer(model)
+    except UnsupportedModelError as error:
+        warnings.warn(
+            f"{error} The monitor goes on without the signals of skips: loss, gradients, updates, outputs.",
+            stacklevel=4,
+        )
+        return None
+
+
+def _tell(how: Any, what: Any, error: Exception) -> None:
+    if how == "raise":
+        raise error
+    if how == "warn":
+        warnings.warn(str(what), StabilityWarning, stacklevel=5)
+    else:
+        how(what)
+
+
+def _check(model: Any, interval: int, first_step: int, **reactions: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the monitor takes the model that the loop calls, got {type(model).__name__}.")
+    if is_sharded(model):
+        raise ValueError(
+            "the model is sharded by FSDP, and norms of its parts are not the model's; monitor takes DDP."
+        )
+    if not isinstance(interval, int) or interval < 1:
+        raise ValueError(f"interval is a number of steps from 1 up, got {interval!r}; the default is 50.")
+    if not isinstance(first_step, int) or first_step < 0:
+        raise ValueError(f"first_step is the number of steps already done, got {first_step!r}; 0 for a fresh loop.")
+    for name, how in reactions.items():
+        if how not in ("warn", "raise") and not callable(how):
+            raise ValueError(f"{name} is 'warn', 'raise' or a function, got {how!r}.")
+
+
+def _check_folder(folder: Path, first_step: int) -> None:
+    if (folder / METRICS).exists() and not first_step:
+        raise ValueError(
+            f"{folder} holds the log of another training; give another folder, or first_step=N to go on from step N"
+            " of that one."
+        )

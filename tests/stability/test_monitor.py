@@ -1,0 +1,476 @@
+"""The monitor in real loops of small models, against what the loop itself can compute."""
+
+import copy
+import json
+import math
+import pickle
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import scalelong
+from scalelong import StabilityMonitor
+from scalelong.stability.monitor import StabilityWarning
+from scalelong.training.guard import NonFiniteError
+from tests.contracts.zoo import CASES
+
+BAD = float("nan")
+
+
+class Loop:
+    """A plain PyTorch loop on one of the zoo's models."""
+
+    def __init__(self, case="uvit", scaling=None):
+        self.case = CASES[case]
+        self.model = self.case.model().train()
+        if scaling:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                scalelong.apply(self.model, scaling)
+        self.called = self.model
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def loss(self):
+        return self.case.call(self.called).square().mean()
+
+    def run(self, monitor, steps, before=lambda step: None):
+        for step in range(1, steps + 1):
+            before(step)
+            self.optimiser.zero_grad()
+            loss = self.loss()
+            loss.backward()
+            monitor.step(loss)
+            self.optimiser.step()
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def spoil(model, name):
+    def at(step):
+        if step == 3:
+            with torch.no_grad():
+                model.get_submodule(name).weight.view(-1)[3] = BAD
+
+    return at
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("uvit", "in_blocks.1.mlp.fc1"),
+        ("uvit", "out_blocks.0.attn.proj"),
+        ("unet2d", "up_blocks.0.resnets.1.conv2"),
+        ("hunyuan", "blocks.5.attn2.to_v"),
+    ],
+)
+def test_a_planted_nan_is_named_and_raised_before_the_update(case, name, tmp_path):
+    loop = Loop(case)
+    monitor = StabilityMonitor(loop.model, tmp_path, logger="none", report=case == "unet2d")
+    other = next(n for n, p in loop.model.named_parameters() if not n.startswith(name))
+    before = {}
+
+    def at(step):
+        spoil(loop.model, name)(step)
+        before[step] = loop.model.get_parameter(other).detach().clone()
+
+    with (
+        pytest.raises(NonFiniteError, match=f"step 3: the loss .* non-finite output is {name}, whose own weight"),
+        monitor,
+    ):
+        loop.run(monitor, 5, at)
+    assert torch.equal(loop.model.get_parameter(other), before[3])
+    assert rows_of(tmp_path)[-1]["nonfinite"]["culprit"].startswith("the first module")
+    if case == "unet2d":
+        assert name in (tmp_path / "report.html").read_text()
+
+
+class Spoil(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * BAD
+
+
+def test_a_nan_of_the_backward_pass_is_named_and_nothing_is_touched(tmp_path):
+    loop = Loop()
+    fc2 = loop.model.out_blocks[1].mlp.fc2
+    plain = fc2.forward
+    fc2.forward = lambda x: Spoil.apply(plain(x))
+    seen = {}
+
+    def look(error):
+        seen.update(error=error, gradients=[p.grad.clone() for p in loop.model.parameters()])
+
+    monitor = StabilityMonitor(loop.model, tmp_path, logger="none", report=False, on_nonfinite=look)
+    loop.optimiser.zero_grad()
+    loss = loop.loss()
+    loss.backward()
+    gradients = [p.grad for p in loop.model.parameters()]
+    copies = [g.clone() for g in gradients]
+    random = torch.get_rng_state()
+    monitor.step(loss)
+    assert seen["error"].culprit == "the first module with a non-finite gradient is out_blocks.1.mlp.fc2"
+    for p, g, copied in zip(loop.model.parameters(), gradients, copies, strict=True):
+        assert p.grad is g
+        assert torch.equal(g, copied) or (g.isnan() == copied.isnan()).all()
+    assert torch.equal(torch.get_rng_state(), random)
+    monitor.close()
+
+
+def test_an_input_and_a_target_that_are_not_finite_are_told_apart(tmp_path):
+    loop = Loop()
+    for factor, words in (((BAD, 1.0), "the input of the model"), ((1.0, BAD), "gives a non-finite gradient")):
+        with StabilityMonitor(
+            loop.model, tmp_path / words[:9], logger="none", report=False, on_nonfinite="warn"
+        ) as monitor:
+            output = loop.model(**loop.case.inputs | {"sample": loop.case.inputs["sample"] * factor[0]}).sample
+            loss = (output * factor[1]).square().mean()
+            loss.backward()
+            with pytest.warns(StabilityWarning, match=words):
+                monitor.step(loss)
+
+
+def test_going_on_is_the_users_word_and_each_trouble_is_told_once(tmp_path):
+    errors = []
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    with pytest.warns(UserWarning, match="goes on without the signals of skips"):
+        monitor = StabilityMonitor(model, tmp_path, logger="none", report=False, on_nonfinite=errors.append)
+    for step in range(1, 9):
+        loss = model(torch.full((2, 3), BAD if step in (2, 3, 6) else 1.0)).mean()
+        model.zero_grad()
+        loss.backward()
+        monitor.step(loss)
+    monitor.close()
+    assert [e.step for e in errors] == [2, 6]
+
+
+def test_the_log_agrees_with_the_loops_own_numbers(tmp_path):
+    loop = Loop(scaling="ls-per-skip")
+    own = {}
+
+    def see(module, args):
+        own["main"], own["skip"] = (a.detach().norm().item() for a in args)
+
+    loop.model.out_blocks[2].register_forward_pre_hook(see)
+    losses = []
+    probe = loop.model.in_blocks[1].mlp.fc1.weight
+    with StabilityMonitor(loop.model, tmp_path, interval=4, logger="none", report=False) as monitor:
+        for step in range(1, 9):
+            loop.optimiser.zero_grad()
+            loss = loop.loss()
+            loss.backward()
+            losses.append(loss.item())
+            if step == 8:
+                norm = math.hypot(*(p.grad.norm().item() for p in loop.model.parameters() if p.grad is not None))
+                weights = math.hypot(*(p.norm().item() for p in loop.model.parameters()))
+            if step == 7:
+                before = probe.detach().clone()
+            monitor.step(loss)
+            loop.optimiser.step()
+            if step == 7:
+                update = ((probe - before).norm() / before.norm()).item()
+    first, row = rows_of(tmp_path)
+    assert (first["step"], row["step"]) == (4, 8)
+    assert row["loss"] == pytest.approx(sum(losses[4:]) / 4)
+    assert row["gradient norm"] == pytest.approx(norm, rel=1e-5)
+    assert row["weight norm"] == pytest.approx(weights, rel=1e-5)
+    signals = row["signals"]
+    assert signals["main norm/0"] == pytest.approx(own["main"], rel=1e-5)
+    coefficient = signals["coefficient/0"]
+    assert signals["skip norm/0"] == pytest.approx(coefficient * own["skip"], rel=0.1)
+    assert signals["gate/skip 0"] == pytest.approx(coefficient / (1 - coefficient), rel=1e-4)
+    assert signals["update/in_blocks.1"] == pytest.approx(
+        update, rel=0.3
+    )  # of a sample of the block's largest weight
+    assert {f"merge gradient/{i}" for i in range(3)} <= set(signals)
+    assert not [m for m in loop.model.modules() if m._forward_hooks]
+
+
+def test_loss_by_noise_level(tmp_path):
+    model = nn.Linear(2, 1)
+    with pytest.warns(UserWarning, match="no long skips"):
+        monitor = StabilityMonitor(
+            model, tmp_path, interval=2, logger="none", report=False, timestep_range=(0, 1000)
+        )
+    for timesteps, losses in (([0, 50, 999], [1.0, 3.0, 5.0]), ([99, 500, -1], [5.0, 7.0, 3.0])):
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        monitor.step(loss, timesteps=torch.tensor(timesteps), losses=torch.tensor(losses)[:, None].expand(3, 4))
+    monitor.close()
+    assert rows_of(tmp_path)[0]["loss by noise"] == {"0 to 100": 3.0, "500 to 600": 7.0, "900 to 1000": 5.0}
+
+
+def test_training_is_bitwise_the_same_with_a_monitor(tmp_path):
+    plain, watched = Loop(scaling="ls"), Loop(scaling="ls")
+    watched.model.load_state_dict(plain.model.state_dict())
+    plain.run(type("None", (), {"step": lambda self, loss: None})(), 6)
+    with StabilityMonitor(watched.model, tmp_path, interval=2, logger="none", report=False) as monitor:
+        watched.run(monitor, 6)
+    for a, b in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_sampling_and_copies_in_between_are_not_seen(tmp_path):
+    loop = Loop()
+    with StabilityMonitor(loop.model, tmp_path / "a", interval=2, logger="none", report=False) as monitor:
+        average = copy.deepcopy(loop.model)
+        again = pickle.loads(pickle.dumps(loop.model))
+        loop.run(monitor, 4)
+        for model in (average, again):
+            model(**loop.case.inputs).sample.sum().backward()
+        with torch.no_grad():
+            loop.model(**{k: v * 100 if k == "sample" else v for k, v in loop.case.inputs.items()})
+        assert not monitor.pulse._seen
+    other = Loop()
+    with StabilityMonitor(other.model, tmp_path / "b", interval=2, logger="none", report=False) as monitor:
+        other.run(monitor, 4)
+    pairs = zip(rows_of(tmp_path / "a"), rows_of(tmp_path / "b"), strict=True)
+    assert all(a["signals"] == b["signals"] for a, b in pairs)
+
+
+def test_checkpointed_activations_are_counted_once(tmp_path):
+    rows = []
+    for checkpointing in (False, True):
+        loop = Loop()
+        if checkpointing:
+            loop.model.enable_gradient_checkpointing()
+        with StabilityMonitor(
+            loop.model, tmp_path / str(checkpointing), interval=2, logger="none", report=False
+        ) as monitor:
+            loop.run(monitor, 2)
+        rows.append(rows_of(tmp_path / str(checkpointing))[0]["signals"])
+    assert rows[1] == pytest.approx(rows[0], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_stays_one_graph_and_shows_its_skips_at_the_interval(tmp_path):
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    loop = Loop(scaling="ls")
+    loop.called = torch.compile(loop.model, backend="eager")
+    with (
+        pytest.raises(NonFiniteError, match="is out_blocks.1.mlp.fc1"),
+        StabilityMonitor(loop.called, tmp_path, interval=2, logger="none", report=False) as monitor,
+    ):
+        loop.run(monitor, 4, spoil(loop.model, "out_blocks.1.mlp.fc1"))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert {"skip norm/2", "coefficient/2", "output/mid_block"} <= set(rows_of(tmp_path)[0]["signals"])
+
+
+def test_a_model_wrapped_by_ddp(tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        loop = Loop()
+        loop.called = nn.parallel.DistributedDataParallel(loop.model)
+        with (
+            pytest.raises(NonFiniteError, match="is mid_block.attn.proj"),
+            StabilityMonitor(loop.called, tmp_path / "run", interval=2, logger="none", report=False) as monitor,
+        ):
+            loop.run(monitor, 4, spoil(loop.model, "mid_block.attn.proj"))
+    finally:
+        dist.destroy_process_group()
+    assert "skip norm/0" in rows_of(tmp_path / "run")[0]["signals"]
+
+
+def test_what_arrives_late_names_the_block(tmp_path, monkeypatch):
+    """As on a GPU, where values arrive two steps later."""
+    from scalelong.stability.inbox import Inbox
+
+    def late(self, *, wait=False):
+        while len(self._under_way) > (0 if wait else 2):
+            step, host, _ = self._under_way.popleft()
+            yield step, host.tolist()
+
+    monkeypatch.setattr(Inbox, "arrived", late)
+    loop = Loop()
+    with (
+        pytest.raises(
+            NonFiniteError, match="step 3: .* block with a non-finite output is in_blocks.2; it was found"
+        ),
+        StabilityMonitor(loop.model, tmp_path, logger="none", report=False) as monitor,
+    ):
+        loop.run(monitor, 9, spoil(loop.model, "in_blocks.2.mlp.fc1"))
+
+
+def test_an_overflow_that_the_scaler_skips_is_no_error(tmp_path):
+    loop = Loop()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    with StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", scaler=scaler) as monitor:
+        for _ in range(2):
+            loop.optimiser.zero_grad()
+            loss = loop.loss()
+            scaler.scale(loss * 1e10).backward()
+            scaler.unscale_(loop.optimiser)
+            monitor.step(loss)
+            scaler.step(loop.optimiser)
+            scaler.update()
+    assert rows_of(tmp_path)[0]["skipped steps"] == 2
+
+
+def small_loop(monitor_of, fault, steps=260):
+    """A regression by three layers; `fault(model)` from step 200 on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="no long skips")
+        monitor = monitor_of(model)
+    with monitor:
+        for step in range(steps):
+            if step >= 200:
+                fault(model)
+            x = torch.randn(64, 8)
+            loss = F.mse_loss(model(x), x[:, :1])
+            optimiser.zero_grad()
+            loss.backward()
+            monitor.step(loss)
+            optimiser.step()
+    return monitor
+
+
+def grow(model):
+    with torch.no_grad():
+        model[2].weight.mul_(1.1)
+
+
+def test_the_alarm_names_the_layer_and_does_what_it_is_told(tmp_path):
+    heard = []
+    monitor = small_loop(
+        lambda m: StabilityMonitor(m, tmp_path / "a", on_alarm=heard.append, logger="none", report=False), grow
+    )
+    assert heard == monitor.alarms
+    assert heard[0].layer == "2"
+    assert 200 < heard[0].step < 220
+    assert next(row["alarm"]["layer"] for row in rows_of(tmp_path / "a") if "alarm" in row) == "2"
+    with pytest.raises(RuntimeError, match="output of 2|update of 2"):
+        small_loop(
+            lambda m: StabilityMonitor(m, tmp_path / "b", on_alarm="raise", logger="none", report=False), grow
+        )
+
+
+def test_a_loop_that_resumes_goes_on_with_log_and_alarm(tmp_path):
+    loop = Loop()
+    with StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False) as monitor:
+        loop.run(monitor, 4)
+        state = json.loads(json.dumps(monitor.state_dict()))
+    with pytest.raises(ValueError, match="holds the log of another training"):
+        StabilityMonitor(loop.model, tmp_path)
+    with StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False, first_step=2) as monitor:
+        monitor.load_state_dict(state | {"steps": 2})
+        loop.run(monitor, 2)
+    assert [row["step"] for row in rows_of(tmp_path)] == [2, 4]
+    assert monitor.detector.seen == 6
+    with pytest.raises(ValueError, match="this monitor is closed"):
+        monitor.step(1.0)
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    loop = Loop()
+    with StabilityMonitor(loop.model, tmp_path, interval=1) as monitor:
+        loop.run(monitor, 1)
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (row,) = rows_of(tmp_path)
+    assert board.Scalars("signals/skip norm/0")[0].value == pytest.approx(row["signals"]["skip norm/0"])
+    page = (tmp_path / "report.html").read_text()
+    assert "<script" not in page
+    assert "http" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "https://matplotlib.org", ""
+    ).replace("http://creativecommons.org", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"interval": 0}, "interval is a number of steps"),
+        ({"first_step": -1}, "first_step is"),
+        ({"on_alarm": "shout"}, "on_alarm is 'warn', 'raise' or a function"),
+        ({"on_nonfinite": None}, "on_nonfinite is"),
+        ({"logger": "paper"}, "the logger is one of"),
+        ({"timestep_range": (5, 5)}, "timestep_range is"),
+    ],
+)
+def test_bad_settings_are_refused_and_leave_nothing(arguments, words, tmp_path):
+    model = CASES["uvit"].model()
+    with pytest.raises(ValueError, match=words):
+        StabilityMonitor(model, tmp_path / "run", **arguments)
+    assert not (tmp_path / "run").exists()
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_other_wrong_calls_get_a_sentence(tmp_path):
+    with pytest.raises(ValueError, match="takes the model that the loop calls, got str"):
+        StabilityMonitor("unet", tmp_path)
+    model = CASES["uvit"].model()
+    with pytest.raises(ValueError, match="no parameter to train"):
+        StabilityMonitor(copy.deepcopy(model).requires_grad_(False), tmp_path)
+    with StabilityMonitor(model, tmp_path, logger="none") as monitor:
+        with pytest.raises(ValueError, match="needs both"):
+            monitor.step(1.0, timesteps=torch.zeros(1))
+        with pytest.raises(ValueError, match="of the same images, got 3 and 2"):
+            monitor.step(1.0, timesteps=torch.zeros(2), losses=torch.zeros(3))
+
+
+def test_in_lightnings_order_of_hooks(tmp_path, monkeypatch):
+    package = types.ModuleType("lightning.pytorch")
+    package.Callback = type("Callback", (), {})
+    monkeypatch.setitem(sys.modules, "lightning", types.ModuleType("lightning"))
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", package)
+    loop = Loop()
+    monitor = StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False)
+    callback = monitor.lightning_callback()
+    assert isinstance(callback, package.Callback)
+    trainer = types.SimpleNamespace(accumulate_grad_batches=2)
+    losses = []
+    for _ in range(2):
+        loop.optimiser.zero_grad()
+        for _ in range(2):
+            loss = loop.loss() / 2
+            callback.on_before_backward(trainer, None, loss)
+            loss.backward()
+        callback.on_before_optimizer_step(trainer, None, loop.optimiser)
+        loop.optimiser.step()
+        losses.append(loss.item() * 2)
+    assert callback.state_dict()["steps"] == 2
+    callback.on_train_end(trainer, None)
+    assert rows_of(tmp_path)[0]["loss"] == pytest.approx(sum(losses) / 2)
+
+
+@pytest.mark.slow
+def test_in_a_real_lightning_trainer(tmp_path):
+    pl = pytest.importorskip("lightning.pytorch")
+    case = CASES["uvit"]
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = case.model()
+
+        def training_step(self, batch, index):
+            return case.call(self.net).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    module = Module()
+    monitor = StabilityMonitor(module.net, tmp_path, interval=2, logger="none", report=False)
+    trainer = pl.Trainer(
+        max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        callbacks=[monitor.lightning_callback()],
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(range(8)))
+    assert [row["step"] for row in rows_of(tmp_path)] == [2, 4]
