@@ -20,12 +20,14 @@ from tests.texts import COLOURS, pictures, save_bert
 from tests.training.test_fit import same
 
 SMALL = [
+    "model.changes.patch_size=2",
     "model.changes.hidden_size=32",
     "model.changes.num_layers=2",
     "model.changes.num_attention_heads=2",
     "train.batch_size=16",
     "train.warmup_steps=5",
-    "train.lr=3e-3",
+    "train.lr=5e-3",
+    "target=x0",  # of noise a caption says little: the loss on pictures learns what it says in fewer steps
     "train.log_every=50",
     "train.monitor_every=50",
     "train.sample_every=1000",
@@ -47,7 +49,7 @@ def bert(tmp_path_factory):
 @pytest.fixture(scope="module")
 def store(bert, tmp_path_factory):
     encoder = TextEncoder(bert, length=8)
-    return prepare(pictures(64), tmp_path_factory.mktemp("data") / "store", text_encoder=encoder)
+    return prepare(pictures(64, size=4), tmp_path_factory.mktemp("data") / "store", text_encoder=encoder)
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +74,8 @@ def test_a_prompt_decides_the_colour(trained):
     context = experiment.encode_prompts(run.text, prompts)
     images = experiment.draw(run.config, run.model, 16, context=context, guidance=1.5, steps=15)
     means = (images.mean(dim=(2, 3)) + 1) * 127.5
-    wanted = torch.tensor(list(COLOURS.values())).float().repeat(4, 1)
     nearest = torch.cdist(means, torch.tensor(list(COLOURS.values())).float()).argmin(1)
-    assert (nearest == torch.arange(16) % 4).float().mean() > 0.9, (means, wanted)
+    assert (nearest == torch.arange(16) % 4).float().mean() > 0.9, means
     # Image 5 is the same in any batch.
     part = experiment.draw(run.config, run.model, 2, first=4, context=context, guidance=1.5, steps=15)
     torch.testing.assert_close(part, images[4:6], rtol=1e-4, atol=1e-4)
@@ -100,7 +101,7 @@ def test_captions_that_matter_are_missed(trained, store):
 def test_captions_that_say_nothing_are_not_missed(bert, tmp_path):
     encoder = TextEncoder(bert, length=8)
     learned, held_out = (
-        prepare(pictures(count, told="anything"), tmp_path / f"store-{count}", text_encoder=encoder)
+        prepare(pictures(count, size=4, told="anything"), tmp_path / f"store-{count}", text_encoder=encoder)
         for count in (512, 128)
     )
     experiment.train(config("train.steps=250"), learned, tmp_path / "run", device="cpu", logger="none")
@@ -147,7 +148,7 @@ def test_guidance_leads_away_from_the_empty_prompt(trained):
         run.model,
         process,
         torch.arange(2),
-        (3, 8, 8),
+        (3, 4, 4),
         sampler="ddim",
         steps=3,
         guidance=2.5,
@@ -156,7 +157,7 @@ def test_guidance_leads_away_from_the_empty_prompt(trained):
     )
     from scalelong.data.random import Stream
 
-    scheduler, x = scheduler_for(process, "ddim"), Stream(0, "sample").normal(torch.arange(2), (3, 8, 8))
+    scheduler, x = scheduler_for(process, "ddim"), Stream(0, "sample").normal(torch.arange(2), (3, 4, 4))
     scheduler.set_timesteps(3)
     with torch.no_grad():
         for t in scheduler.timesteps:
@@ -191,10 +192,10 @@ def test_what_does_not_fit_is_told(store, trained, bert, tmp_path):
         experiment.draw(run.config, run.model, 2, context=Context(torch.zeros(1, 8, 5), torch.zeros(8, 5)))
 
     other = TextEncoder(save_bert(tmp_path / "other", seed=1), length=8)
-    elsewhere = prepare(pictures(64), tmp_path / "elsewhere", text_encoder=other)
+    elsewhere = prepare(pictures(64, size=4), tmp_path / "elsewhere", text_encoder=other)
+    more = config("train.steps=251", "model.scaling=cs:0.7")
     with pytest.raises(ValueError, match="the data encodes the empty prompt otherwise"):
-        settings = config("train.steps=251", "model.scaling=cs:0.7")
-        experiment.train(settings, elsewhere, trained, device="cpu", logger="none")
+        experiment.train(more, elsewhere, trained, device="cpu", logger="none")
 
 
 def test_a_uvit_for_text_can_do_without(tmp_path, store):
