@@ -2,17 +2,22 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+import scalelong
 from scalelong import experiment
 from scalelong.caption_check import check_captions
 from scalelong.config import with_overrides
 from scalelong.data.contexts import Context, text_of
 from scalelong.data.prepare import prepare
 from scalelong.data.text import TextEncoder
+from scalelong.export import export
 from scalelong.presets import run_preset
 from tests.cli.test_run_commands import fails
 from tests.cli.test_run_commands import run as command
@@ -166,6 +171,79 @@ def test_guidance_leads_away_from_the_empty_prompt(trained):
             )
             x = scheduler.step(null + 2.5 * (told - null), t, x).prev_sample
     torch.testing.assert_close(found, x.clamp(-1, 1), rtol=1e-4, atol=1e-5)
+
+
+PIPELINE = """
+import sys
+import numpy as np, torch, diffusers, scalelong
+folder, how, out = sys.argv[1:]
+if how == "load_pipeline":
+    pipe = scalelong.load_pipeline(folder)
+else:
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
+pipe.set_progress_bar_config(disable=True)
+how = dict(num_inference_steps=3, generator=torch.Generator().manual_seed(0), output_type="np")
+np.save(out, pipe(prompt=["a red picture", "the very large picture of blue"], guidance_scale=2.5, **how).images)
+print(type(pipe).__name__, type(pipe.text_encoder).__name__)
+"""
+
+
+def by_hand(run, folder, scheduler_folder):
+    """Noise, diffusers' scheduler, ε_null + w (ε_told - ε_null), contexts of transformers' own encoder."""
+    from diffusers import DDIMScheduler
+
+    contexts = TextEncoder(folder, length=8)(["", "a red picture", "the very large picture of blue"])
+    scheduler = DDIMScheduler.from_pretrained(scheduler_folder)
+    scheduler.set_timesteps(3)
+    x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for t in scheduler.timesteps:
+            told, null = (
+                run.model(x, t, encoder_hidden_states=c).sample
+                for c in (contexts[1:], contexts[:1].expand(2, -1, -1))
+            )
+            x = scheduler.step(null + 2.5 * (told - null), t, x).prev_sample
+    return (x / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy()
+
+
+def test_an_exported_pipeline_takes_prompts(trained, bert, tmp_path):
+    run = experiment.load_run(trained, device="cpu")
+    want = by_hand(run, bert, _exported(run, tmp_path / "out") / "scheduler")
+    files = {str(f.relative_to(tmp_path / "out")) for f in (tmp_path / "out").rglob("*") if f.is_file()}
+    assert {"pipeline.py", "text_encoder/model.safetensors", "tokenizer/tokenizer.json"} <= files
+    pipe = scalelong.load_pipeline(tmp_path / "out")
+    how = {"num_inference_steps": 3, "generator": torch.Generator().manual_seed(0), "output_type": "np"}
+    prompts = ["a red picture", "the very large picture of blue"]
+    np.testing.assert_allclose(pipe(prompt=prompts, guidance_scale=2.5, **how).images, want, atol=1e-5)
+    assert len(pipe(prompt="red", batch_size=3, num_inference_steps=1).images) == 3
+    for arguments, message in (
+        ({}, "prompt is a text or a list of some, got None"),
+        ({"prompt": []}, "prompt is a text or a list of some"),
+        ({"prompt": ["red"], "batch_size": 2}, "number of prompts, 1"),
+        ({"prompt": "red", "class_labels": 1}, "leave class_labels out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pipe(num_inference_steps=1, **arguments)
+    with pytest.raises(ValueError, match="there is no folder '/gone/with/the/wind'"):
+        export(run, tmp_path / "no", text_encoder="/gone/with/the/wind")
+    assert not (tmp_path / "no").exists()
+
+
+def _exported(run, out):
+    assert export(run, out) == "ScaleLongPipeline"
+    return out
+
+
+@pytest.mark.slow
+def test_an_exported_pipeline_runs_in_a_fresh_process(trained, bert, tmp_path):
+    run = experiment.load_run(trained, device="cpu")
+    _exported(run, tmp_path / "out")
+    for how in ("load_pipeline", "from_pretrained"):
+        call = [sys.executable, "-c", PIPELINE, str(tmp_path / "out"), how, str(tmp_path / f"{how}.npy")]
+        found = subprocess.run(call, capture_output=True, text=True, check=True)
+        assert found.stdout.split() == ["ScaleLongPipeline", "BertModel"]
+        want = by_hand(run, bert, tmp_path / "out" / "scheduler")
+        np.testing.assert_allclose(np.load(tmp_path / f"{how}.npy"), want, atol=1e-5)
 
 
 def test_what_does_not_fit_is_told(store, trained, bert, tmp_path):

@@ -20,6 +20,9 @@ def export(
     posthoc_ema: Annotated[
         float | None, typer.Option(help="An average of this width, from the run's snapshots (train.posthoc_every).")
     ] = None,
+    text_encoder: Annotated[
+        str | None, typer.Option(help="Where the run's text encoder is now, if not where prepare found it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
     """Write a diffusers pipeline folder around the averaged model."""
@@ -27,7 +30,7 @@ def export(
     from scalelong.export import export as write
 
     loaded = experiment.load_run(run, ema_rate=ema, posthoc_width=posthoc_ema, device="cpu")
-    pipeline = write(loaded, out, fold=fold)
+    pipeline = write(loaded, out, fold=fold, text_encoder=text_encoder)
     print_result(
         {"out": str(out), "pipeline": pipeline, "step": loaded.step, "ema": loaded.ema_rate, "folded": fold},
         as_json,
