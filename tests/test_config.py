@@ -72,7 +72,10 @@ def test_later_overrides_win():
     ("setting", "says"),
     [
         ("train.step=5", "unknown setting 'train.step'; the known ones are train.accumulate.*train.steps"),
-        ("trian.steps=5", "unknown setting 'trian.steps'; the known ones are data, model, process, target"),
+        (
+            "trian.steps=5",
+            "unknown setting 'trian.steps'; the known ones are data, model, process, sampling, target",
+        ),
         ("train=5", "'train' is a group; set one of train.accumulate"),
         ("train.steps.x=5", "'steps' is a single value"),
         ("train.steps", "NAME=VALUE, such as train.steps=1000; got 'train.steps'"),
@@ -90,7 +93,7 @@ def test_later_overrides_win():
         ("train.ema_warmup=yes", "train.ema_warmup is true or false, got 'yes'"),
         ("train.precision=fp8", "one of auto, fp32, bf16, fp16, got 'fp8'"),
         ("train.accumulate=3", "divides train.batch_size, got 3"),
-        ("data.condition=text", "none or class, got 'text'"),
+        ("data.condition=words", "none, class or text, got 'words'"),
         ("data.label_dropout=1", r"lies in \[0, 1\), got 1.0"),
         ("model.scaling=cs:9", "κ lies in"),
         ("model.placement=x", "placement is one of"),

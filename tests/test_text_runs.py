@@ -272,7 +272,7 @@ def test_what_does_not_fit_is_told(store, trained, bert, tmp_path):
     other = TextEncoder(save_bert(tmp_path / "other", seed=1), length=8)
     elsewhere = prepare(pictures(64, size=4), tmp_path / "elsewhere", text_encoder=other)
     more = config("train.steps=251", "model.scaling=cs:0.7")
-    with pytest.raises(ValueError, match="the data encodes the empty prompt otherwise"):
+    with pytest.raises(ValueError, match="the data encodes texts otherwise"):
         experiment.train(more, elsewhere, trained, device="cpu", logger="none")
 
 
@@ -335,4 +335,4 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
     assert (code, "without --text-encoder" in error) == (2, True)
     other = save_bert(tmp_path / "other", seed=1)
     code, error = fails(monkeypatch, capsys, "sample", run, *grid, "--prompt", "red", "--text-encoder", other)
-    assert (code, "encodes the empty prompt otherwise" in error) == (2, True)
+    assert (code, "encodes texts otherwise" in error) == (2, True)

@@ -343,7 +343,8 @@ def encoder_of(text: KeptText, place: str | None = None) -> TextEncoder:
     found = TextEncoder(
         place or text.info.encoder, length=text.info.length, revision=revision, device=default_device()
     )
-    check_same_encoder(found([""])[0], text.info, text.context.null, found.name)
+    known = torch.stack([text.context.null, text.context.tokens[0]])
+    check_same_encoder(found(["", text.captions[0]]), text.info, known, found.name)
     return found
 
 

@@ -129,7 +129,7 @@ class ScaleLongPipeline(DiffusionPipeline):
         if self.config.reads_padding:
             return self.text_encoder(input_ids=ids).last_hidden_state.to(self.unet.dtype)
         hidden = self.text_encoder(input_ids=ids, attention_mask=mask).last_hidden_state
-        return (hidden * mask[:, :, None]).to(self.unet.dtype)
+        return torch.where(mask[:, :, None] > 0, hidden, 0.0).to(self.unet.dtype)
 
     def _labels(self, given: Any, batch_size: int | None, device: torch.device) -> torch.Tensor | None:
         classes = self.config.num_classes

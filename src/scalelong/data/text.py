@@ -58,7 +58,7 @@ class TextEncoder:
             return self.model(input_ids=tokens["input_ids"]).last_hidden_state
         mask = tokens["attention_mask"]
         hidden = self.model(input_ids=tokens["input_ids"], attention_mask=mask).last_hidden_state
-        return hidden * mask[:, :, None]
+        return torch.where(mask[:, :, None] > 0, hidden, 0.0)  # a text without tokens has nothing to attend to
 
     def count_cut(self, texts: Sequence[str]) -> int:
         """How many of the texts are longer than what is read of them."""
