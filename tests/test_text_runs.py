@@ -21,6 +21,7 @@ from scalelong.export import export
 from scalelong.presets import run_preset
 from tests.cli.test_run_commands import fails
 from tests.cli.test_run_commands import run as command
+from tests.test_world import launch, series
 from tests.texts import COLOURS, pictures, save_bert
 from tests.training.test_fit import same
 
@@ -122,6 +123,28 @@ def test_a_resumed_run_goes_on_as_it_would_have(store, tmp_path, scaling):
             settings = [f"train.steps={steps}", f"model.scaling={scaling}", "train.accumulate=2"]
             experiment.train(config(*settings), store, tmp_path / name, device="cpu", logger="none")
     assert same(tmp_path / "straight", tmp_path / "halting")
+
+
+@pytest.mark.slow
+def test_two_processes_train_on_text_as_one(store, tmp_path):
+    more = ["train.steps=4", "train.log_every=1", "train.accumulate=2"]
+    changes = [part for setting in [*SMALL, *more, "train.log_every=1"] for part in ("--set", setting)]
+    where = ["--data", str(store.folder), "--out", str(tmp_path / "two"), "--device", "cpu", "--logger", "none"]
+    launch(2, "train", "coco64-uvit-s", *where, *changes)
+    experiment.train(config(*more), store, tmp_path / "one", device="cpu", logger="none")
+    two, one = (torch.tensor(series(tmp_path / name, "loss")) for name in ("two", "one"))
+    assert len(one) == 4
+    torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a graph is captured on a GPU")
+def test_captured_steps_on_text_are_those_of_the_eager_one(store, tmp_path):
+    losses = []
+    for execution in ("eager", "captured"):
+        more = ["train.steps=12", "train.log_every=1", "train.precision=fp32", f"train.execution={execution}"]
+        experiment.train(config(*more), store, tmp_path / execution, device="cuda", logger="none")
+        losses.append(torch.tensor(series(tmp_path / execution, "loss")))
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
 
 
 def test_the_unet_reads_text_too(store, tmp_path):
