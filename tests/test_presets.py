@@ -12,6 +12,8 @@ PUBLISHED = {
     "imagenet256-uvit-h": (500_000, 1024, 2e-4, (0.99, 0.99), 5000),
     "imagenet512-uvit-l": (500_000, 1024, 2e-4, (0.99, 0.99), 5000),
     "imagenet512-uvit-h": (500_000, 1024, 2e-4, (0.99, 0.99), 5000),
+    "coco-uvit-s": (1_000_000, 256, 2e-4, (0.9, 0.9), 5000),
+    "coco-uvit-s-deep": (1_000_000, 256, 2e-4, (0.9, 0.9), 5000),
     "cifar10-unet": (800_000, 128, 2e-4, (0.9, 0.999), 5000),
 }
 
@@ -53,6 +55,14 @@ def test_every_recipe_has_its_network():
         assert recipe.model.preset == name
         by_class = "num_class_embeds" in MODEL_PRESETS[name].config
         assert (recipe.data.condition == "class") == by_class
+        assert (recipe.data.condition == "text") == ("cross_attention_dim" in MODEL_PRESETS[name].config)
+
+
+@pytest.mark.parametrize("name", ["coco-uvit-s", "coco-uvit-s-deep", "coco-unet"])
+def test_coco_is_drawn_as_published(name):
+    recipe = run_preset(name)
+    assert (recipe.process, recipe.data.label_dropout) == ("sd", 0.1)
+    assert (recipe.sampling.sampler, recipe.sampling.steps, recipe.sampling.guidance) == ("dpm++", 50, 2.0)  # s = 1
 
 
 def test_an_unknown_recipe_gets_the_list():

@@ -2,30 +2,38 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+import scalelong
 from scalelong import experiment
 from scalelong.caption_check import check_captions
 from scalelong.config import with_overrides
 from scalelong.data.contexts import Context, text_of
 from scalelong.data.prepare import prepare
 from scalelong.data.text import TextEncoder
+from scalelong.export import export
 from scalelong.presets import run_preset
 from tests.cli.test_run_commands import fails
 from tests.cli.test_run_commands import run as command
+from tests.test_world import launch, series
 from tests.texts import COLOURS, pictures, save_bert
 from tests.training.test_fit import same
 
 SMALL = [
+    "model.changes.patch_size=2",
     "model.changes.hidden_size=32",
     "model.changes.num_layers=2",
     "model.changes.num_attention_heads=2",
     "train.batch_size=16",
     "train.warmup_steps=5",
-    "train.lr=3e-3",
+    "train.lr=5e-3",
+    "target=x0",  # of noise a caption says little: the loss on pictures learns what it says in fewer steps
     "train.log_every=50",
     "train.monitor_every=50",
     "train.sample_every=1000",
@@ -47,7 +55,7 @@ def bert(tmp_path_factory):
 @pytest.fixture(scope="module")
 def store(bert, tmp_path_factory):
     encoder = TextEncoder(bert, length=8)
-    return prepare(pictures(64), tmp_path_factory.mktemp("data") / "store", text_encoder=encoder)
+    return prepare(pictures(64, size=4), tmp_path_factory.mktemp("data") / "store", text_encoder=encoder)
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +80,8 @@ def test_a_prompt_decides_the_colour(trained):
     context = experiment.encode_prompts(run.text, prompts)
     images = experiment.draw(run.config, run.model, 16, context=context, guidance=1.5, steps=15)
     means = (images.mean(dim=(2, 3)) + 1) * 127.5
-    wanted = torch.tensor(list(COLOURS.values())).float().repeat(4, 1)
     nearest = torch.cdist(means, torch.tensor(list(COLOURS.values())).float()).argmin(1)
-    assert (nearest == torch.arange(16) % 4).float().mean() > 0.9, (means, wanted)
+    assert (nearest == torch.arange(16) % 4).float().mean() > 0.9, means
     # Image 5 is the same in any batch.
     part = experiment.draw(run.config, run.model, 2, first=4, context=context, guidance=1.5, steps=15)
     torch.testing.assert_close(part, images[4:6], rtol=1e-4, atol=1e-4)
@@ -100,7 +107,7 @@ def test_captions_that_matter_are_missed(trained, store):
 def test_captions_that_say_nothing_are_not_missed(bert, tmp_path):
     encoder = TextEncoder(bert, length=8)
     learned, held_out = (
-        prepare(pictures(count, told="anything"), tmp_path / f"store-{count}", text_encoder=encoder)
+        prepare(pictures(count, size=4, told="anything"), tmp_path / f"store-{count}", text_encoder=encoder)
         for count in (512, 128)
     )
     experiment.train(config("train.steps=250"), learned, tmp_path / "run", device="cpu", logger="none")
@@ -109,13 +116,34 @@ def test_captions_that_say_nothing_are_not_missed(bert, tmp_path):
     assert abs(found.difference) < 3 * found.standard_error
 
 
-@pytest.mark.parametrize("scaling", ["cs:0.7", "ls"])
-def test_a_resumed_run_goes_on_as_it_would_have(store, tmp_path, scaling):
+def test_a_resumed_run_goes_on_as_it_would_have(store, tmp_path):
     for name, stops in (("straight", [6]), ("halting", [3, 6])):
         for steps in stops:
-            settings = [f"train.steps={steps}", f"model.scaling={scaling}", "train.accumulate=2"]
+            settings = [f"train.steps={steps}", "model.scaling=cs:0.7", "train.accumulate=2"]
             experiment.train(config(*settings), store, tmp_path / name, device="cpu", logger="none")
     assert same(tmp_path / "straight", tmp_path / "halting")
+
+
+@pytest.mark.slow
+def test_two_processes_train_on_text_as_one(store, tmp_path):
+    more = ["train.steps=4", "train.log_every=1", "train.accumulate=2"]
+    changes = [part for setting in [*SMALL, *more, "train.log_every=1"] for part in ("--set", setting)]
+    where = ["--data", str(store.folder), "--out", str(tmp_path / "two"), "--device", "cpu", "--logger", "none"]
+    launch(2, "train", "coco64-uvit-s", *where, *changes)
+    experiment.train(config(*more), store, tmp_path / "one", device="cpu", logger="none")
+    two, one = (torch.tensor(series(tmp_path / name, "loss")) for name in ("two", "one"))
+    assert len(one) == 4
+    torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a graph is captured on a GPU")
+def test_captured_steps_on_text_are_those_of_the_eager_one(store, tmp_path):
+    losses = []
+    for execution in ("eager", "captured"):
+        more = ["train.steps=12", "train.log_every=1", "train.precision=fp32", f"train.execution={execution}"]
+        experiment.train(config(*more), store, tmp_path / execution, device="cuda", logger="none")
+        losses.append(torch.tensor(series(tmp_path / execution, "loss")))
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
 
 
 def test_the_unet_reads_text_too(store, tmp_path):
@@ -154,7 +182,7 @@ def test_guidance_leads_away_from_the_empty_prompt(trained):
         run.model,
         process,
         torch.arange(2),
-        (3, 8, 8),
+        (3, 4, 4),
         sampler="ddim",
         steps=3,
         guidance=2.5,
@@ -163,7 +191,7 @@ def test_guidance_leads_away_from_the_empty_prompt(trained):
     )
     from scalelong.data.random import Stream
 
-    scheduler, x = scheduler_for(process, "ddim"), Stream(0, "sample").normal(torch.arange(2), (3, 8, 8))
+    scheduler, x = scheduler_for(process, "ddim"), Stream(0, "sample").normal(torch.arange(2), (3, 4, 4))
     scheduler.set_timesteps(3)
     with torch.no_grad():
         for t in scheduler.timesteps:
@@ -172,6 +200,79 @@ def test_guidance_leads_away_from_the_empty_prompt(trained):
             )
             x = scheduler.step(null + 2.5 * (told - null), t, x).prev_sample
     torch.testing.assert_close(found, x.clamp(-1, 1), rtol=1e-4, atol=1e-5)
+
+
+PIPELINE = """
+import sys
+import numpy as np, torch, diffusers, scalelong
+folder, how, out = sys.argv[1:]
+if how == "load_pipeline":
+    pipe = scalelong.load_pipeline(folder)
+else:
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
+pipe.set_progress_bar_config(disable=True)
+how = dict(num_inference_steps=3, generator=torch.Generator().manual_seed(0), output_type="np")
+np.save(out, pipe(prompt=["a red picture", "the very large picture of blue"], guidance_scale=2.5, **how).images)
+print(type(pipe).__name__, type(pipe.text_encoder).__name__)
+"""
+
+
+def by_hand(run, folder, scheduler_folder):
+    """Noise, diffusers' scheduler, ε_null + w (ε_told - ε_null), contexts of transformers' own encoder."""
+    from diffusers import DDIMScheduler
+
+    contexts = TextEncoder(folder, length=8)(["", "a red picture", "the very large picture of blue"])
+    scheduler = DDIMScheduler.from_pretrained(scheduler_folder)
+    scheduler.set_timesteps(3)
+    x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for t in scheduler.timesteps:
+            told, null = (
+                run.model(x, t, encoder_hidden_states=c).sample
+                for c in (contexts[1:], contexts[:1].expand(2, -1, -1))
+            )
+            x = scheduler.step(null + 2.5 * (told - null), t, x).prev_sample
+    return (x / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy()
+
+
+def test_an_exported_pipeline_takes_prompts(trained, bert, tmp_path):
+    run = experiment.load_run(trained, device="cpu")
+    want = by_hand(run, bert, _exported(run, tmp_path / "out") / "scheduler")
+    files = {str(f.relative_to(tmp_path / "out")) for f in (tmp_path / "out").rglob("*") if f.is_file()}
+    assert {"pipeline.py", "text_encoder/model.safetensors", "tokenizer/tokenizer.json"} <= files
+    pipe = scalelong.load_pipeline(tmp_path / "out")
+    how = {"num_inference_steps": 3, "generator": torch.Generator().manual_seed(0), "output_type": "np"}
+    prompts = ["a red picture", "the very large picture of blue"]
+    np.testing.assert_allclose(pipe(prompt=prompts, guidance_scale=2.5, **how).images, want, atol=1e-5)
+    assert len(pipe(prompt="red", batch_size=3, num_inference_steps=1).images) == 3
+    for arguments, message in (
+        ({}, "prompt is a text or a list of some, got None"),
+        ({"prompt": []}, "prompt is a text or a list of some"),
+        ({"prompt": ["red"], "batch_size": 2}, "number of prompts, 1"),
+        ({"prompt": "red", "class_labels": 1}, "leave class_labels out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pipe(num_inference_steps=1, **arguments)
+    with pytest.raises(ValueError, match="there is no folder '/gone/with/the/wind'"):
+        export(run, tmp_path / "no", text_encoder="/gone/with/the/wind")
+    assert not (tmp_path / "no").exists()
+
+
+def _exported(run, out):
+    assert export(run, out) == "ScaleLongPipeline"
+    return out
+
+
+@pytest.mark.slow
+def test_an_exported_pipeline_runs_in_a_fresh_process(trained, bert, tmp_path):
+    run = experiment.load_run(trained, device="cpu")
+    _exported(run, tmp_path / "out")
+    for how in ("load_pipeline", "from_pretrained"):
+        call = [sys.executable, "-c", PIPELINE, str(tmp_path / "out"), how, str(tmp_path / f"{how}.npy")]
+        found = subprocess.run(call, capture_output=True, text=True, check=True)
+        assert found.stdout.split() == ["ScaleLongPipeline", "BertModel"]
+        want = by_hand(run, bert, tmp_path / "out" / "scheduler")
+        np.testing.assert_allclose(np.load(tmp_path / f"{how}.npy"), want, atol=1e-5)
 
 
 def test_what_does_not_fit_is_told(store, trained, bert, tmp_path):
@@ -198,10 +299,10 @@ def test_what_does_not_fit_is_told(store, trained, bert, tmp_path):
         experiment.draw(run.config, run.model, 2, context=Context(torch.zeros(1, 8, 5), torch.zeros(8, 5)))
 
     other = TextEncoder(save_bert(tmp_path / "other", seed=1), length=8)
-    elsewhere = prepare(pictures(64), tmp_path / "elsewhere", text_encoder=other)
-    settings = config("train.steps=251", "model.scaling=cs:0.7")
-    with pytest.raises(ValueError, match="the data encodes the empty prompt otherwise"):
-        experiment.train(settings, elsewhere, trained, device="cpu", logger="none")
+    elsewhere = prepare(pictures(64, size=4), tmp_path / "elsewhere", text_encoder=other)
+    more = config("train.steps=251", "model.scaling=cs:0.7")
+    with pytest.raises(ValueError, match="the data encodes texts otherwise"):
+        experiment.train(more, elsewhere, trained, device="cpu", logger="none")
 
 
 def test_a_uvit_for_text_can_do_without(tmp_path, store):
@@ -263,4 +364,4 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
     assert (code, "without --text-encoder" in error) == (2, True)
     other = save_bert(tmp_path / "other", seed=1)
     code, error = fails(monkeypatch, capsys, "sample", run, *grid, "--prompt", "red", "--text-encoder", other)
-    assert (code, "encodes the empty prompt otherwise" in error) == (2, True)
+    assert (code, "encodes texts otherwise" in error) == (2, True)

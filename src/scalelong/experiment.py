@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ from scalelong.training.sharding import gather_into, is_sharded
 from scalelong.training.step import Stepper
 from scalelong.training.trackers import check_logger
 from scalelong.world import World, joined, local_device
+
+if TYPE_CHECKING:
+    from scalelong.data.text import TextEncoder
 
 CONFIG, ENVIRONMENT, SAMPLES, TEXT = "config.json", "environment.json", "samples", "text.safetensors"
 # May differ between a run and its resumption: they change how long, how often and where, not what is computed.
@@ -337,15 +340,20 @@ def load_run(
 
 def encode_prompts(text: KeptText, prompts: Sequence[str], *, encoder: str | None = None) -> Context:
     """Prompts as a run's network reads them, by the run's own text encoder; `encoder` tells where it is now."""
+    return Context(encoder_of(text, encoder)(prompts).cpu(), text.context.null)
+
+
+def encoder_of(text: KeptText, place: str | None = None) -> TextEncoder:
+    """A run's text encoder, from where `prepare` found it or from another place; another encoder is refused."""
     from scalelong.data.text import TextEncoder
 
-    revision = text.info.revision if encoder is None else None
+    revision = text.info.revision if place is None else None
     found = TextEncoder(
-        encoder or text.info.encoder, length=text.info.length, revision=revision, device=default_device()
+        place or text.info.encoder, length=text.info.length, revision=revision, device=default_device()
     )
-    tokens = found(["", *prompts]).cpu()
-    check_same_encoder(tokens[0], text.info, text.context.null, found.name)
-    return Context(tokens[1:], text.context.null)
+    known = torch.stack([text.context.null, text.context.tokens[0]])
+    check_same_encoder(found(["", text.captions[0]]), text.info, known, found.name)
+    return found
 
 
 def draw(

@@ -12,25 +12,27 @@ from scalelong.backbones.uvit import UViT
 from scalelong.data.latents import load_autoencoder
 from scalelong.diffusion.process import VariancePreserving
 from scalelong.diffusion.sampling import scheduler_for
-from scalelong.experiment import LoadedRun, autoencoder_of, process_of
+from scalelong.experiment import LoadedRun, autoencoder_of, encoder_of, process_of
 from scalelong.saving import load
 from scalelong.skips.apply import scaling_of
 
 INDEX = "model_index.json"
+_SETTINGS = ("num_classes", "null_class", "text_len", "reads_padding", "null_text")
 
 
-def export(run: LoadedRun, out: Path, *, fold: bool = False) -> str:
+def export(run: LoadedRun, out: Path, *, fold: bool = False, text_encoder: str | None = None) -> str:
     """Write the pipeline, whole or not at all, and return the name of its class.
 
     A stock DDIMPipeline where that computes the same: unconditional, on pixels, and the scaling inside U-ViT or
-    folded into the weights. Else the folder carries `pipeline.py`, and for latents their autoencoder.
+    folded into the weights. Else the folder carries `pipeline.py`, for latents their autoencoder, and for text its
+    encoder and tokenizer; `text_encoder` tells where these are now.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} already exists; choose another --out, or remove it first.")
-    scheduler = _scheduler(run)
+    scheduler, text = _scheduler(run), _text_parts(run, text_encoder)
     if fold and (handle := scaling_of(run.model)) is not None:
         handle.fold()
-    pipeline = _pipeline(run, scheduler)
+    pipeline = _pipeline(run, scheduler, text)
     work = out.with_name(f".partial-{out.name}")
     shutil.rmtree(work, ignore_errors=True)
     try:
@@ -57,7 +59,23 @@ def _scheduler(run: LoadedRun) -> Any:
     return scheduler_for(process, "ddim", clip=run.config.latents is None)
 
 
-def _pipeline(run: LoadedRun, scheduler: Any) -> Any:
+def _text_parts(run: LoadedRun, place: str | None) -> dict[str, Any]:
+    """A pipeline's arguments about text: the run's encoder and how it is asked."""
+    if run.text is None:
+        if place is not None:
+            raise ValueError(f"a text encoder is for runs on text, and this is none, got {place!r}; leave it out.")
+        return {}
+    encoder = encoder_of(run.text, place)
+    return {
+        "text_encoder": encoder.model.cpu(),
+        "tokenizer": encoder.tokenizer,
+        "text_len": encoder.length,
+        "reads_padding": encoder.reads_padding,
+        "null_text": run.config.data.label_dropout > 0,
+    }
+
+
+def _pipeline(run: LoadedRun, scheduler: Any, text: dict[str, Any]) -> Any:
     from diffusers import DDIMPipeline
 
     from scalelong.pipeline import ScaleLongPipeline
@@ -67,7 +85,7 @@ def _pipeline(run: LoadedRun, scheduler: Any) -> Any:
     vae = _vae(run)
     if run.config.data.condition == "none" and vae is None and not keeps_scaling:
         return DDIMPipeline(model, scheduler)
-    return ScaleLongPipeline(model, scheduler, vae, num_classes=run.num_classes, null_class=run.null_class)
+    return ScaleLongPipeline(model, scheduler, vae, num_classes=run.num_classes, null_class=run.null_class, **text)
 
 
 def _vae(run: LoadedRun) -> Any:
@@ -112,4 +130,10 @@ def load_pipeline(folder: str | Path) -> Any:
     if not ours:
         return diffusers.DDIMPipeline(unet, scheduler)
     vae = load_autoencoder(folder / "vae").network if index.get("vae", [None])[0] else None
-    return ScaleLongPipeline(unet, scheduler, vae, num_classes=index["num_classes"], null_class=index["null_class"])
+    settings = {name: index[name] for name in _SETTINGS if name in index}
+    if index.get("text_encoder", [None])[0] is not None:
+        from scalelong.data.text import load_encoder
+
+        tokenizer, encoder = load_encoder(str(folder / "text_encoder"), tokenizer=str(folder / "tokenizer"))
+        settings |= {"text_encoder": encoder.eval(), "tokenizer": tokenizer}
+    return ScaleLongPipeline(unet, scheduler, vae, **settings)

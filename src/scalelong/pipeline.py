@@ -1,4 +1,4 @@
-"""A diffusers pipeline for class-conditional models, models on latents, and models that keep their scaling.
+"""A diffusers pipeline for models on classes, text or latents, and for models that keep their scaling.
 
 Exported folders carry a copy of this file, so it imports nothing of the package but the package itself.
 """
@@ -18,23 +18,30 @@ except ImportError:
 
 
 class ScaleLongPipeline(DiffusionPipeline):
-    """`pipe(class_labels=[3, 3, 7], guidance_scale=2.0).images`; an unconditional model takes `batch_size=`.
+    """`pipe(class_labels=[3, 3, 7], guidance_scale=2.0).images`, `pipe(prompt="a red bus").images`; an
+    unconditional model takes `batch_size=`.
 
     `num_classes` is None for an unconditional model. `null_class` is the label that stands for none in
     guidance; None where the model was trained without label dropout. `vae` decodes the latents of a model that
-    was trained on them.
+    was trained on them. A model on text has its encoder and tokenizer, reads `text_len` tokens, those of padding as
+    zeros unless `reads_padding`, and takes guidance if it learned the empty prompt, `null_text`.
     """
 
-    model_cpu_offload_seq = "unet->vae"
-    _optional_components = ["vae"]  # noqa: RUF012 - as diffusers declares it
+    model_cpu_offload_seq = "text_encoder->unet->vae"
+    _optional_components = ["vae", "text_encoder", "tokenizer"]  # noqa: RUF012 - as diffusers declares it
 
     def __init__(
         self,
         unet: Any,
         scheduler: Any,
         vae: Any = None,
+        text_encoder: Any = None,
+        tokenizer: Any = None,
         num_classes: int | None = None,
         null_class: int | None = None,
+        text_len: int | None = None,
+        reads_padding: bool = False,
+        null_text: bool = False,
     ):
         super().__init__()
         if "scalelong" in unet.config and not hasattr(unet, "skip_scaling"):
@@ -42,8 +49,10 @@ class ScaleLongPipeline(DiffusionPipeline):
                 "this model was trained with scaled skips, and diffusers alone loads it without; "
                 "use scalelong.load_pipeline(folder)."
             )
-        self.register_modules(unet=unet, scheduler=scheduler, vae=vae)
+        words = {"text_encoder": text_encoder, "tokenizer": tokenizer}
+        self.register_modules(unet=unet, scheduler=scheduler, vae=vae, **words)
         self.register_to_config(num_classes=num_classes, null_class=null_class)
+        self.register_to_config(text_len=text_len, reads_padding=reads_padding, null_text=null_text)
 
     @torch.no_grad()
     def __call__(
@@ -52,25 +61,26 @@ class ScaleLongPipeline(DiffusionPipeline):
         num_inference_steps: int = 50,
         generator: torch.Generator | list[torch.Generator] | None = None,
         class_labels: int | list[int] | torch.Tensor | None = None,
+        prompt: str | list[str] | None = None,
         guidance_scale: float = 1.0,
         output_type: str = "pil",
         return_dict: bool = True,
     ) -> ImagePipelineOutput | tuple[Any]:
-        """Draw images. Without labels each class comes in turn; one label serves the whole batch.
+        """Draw images. Without labels each class comes in turn; one label or prompt serves the whole batch.
 
-        `guidance_scale` is the usual w: ε_null + w (ε_class - ε_null), 1 for none.
+        `guidance_scale` is the usual w: ε_null + w (ε_told - ε_null), 1 for none.
         """
         device = self._execution_device
-        labels = self._labels(class_labels, batch_size, device)
-        count = len(labels) if labels is not None else batch_size or 1
         self._check_guidance(guidance_scale)
+        told, null = self._told(class_labels, prompt, batch_size, device)
+        count = len(next(iter(told.values()))) if told else batch_size or 1
         size = self.unet.config.sample_size
         height, width = (size, size) if isinstance(size, int) else size
         shape = (count, self.unet.config.in_channels, height, width)
         image = randn_tensor(shape, generator=generator, device=device, dtype=self.unet.dtype)
         self.scheduler.set_timesteps(num_inference_steps)
         for t in self.progress_bar(self.scheduler.timesteps):
-            noise = self._predict(image, t, labels, guidance_scale)
+            noise = self._predict(image, t, told, null, guidance_scale)
             image = self.scheduler.step(noise, t, image, generator=generator).prev_sample
         image = (self._decoded(image) / 2 + 0.5).clamp(0, 1).float()
         if output_type != "pt":
@@ -85,15 +95,49 @@ class ScaleLongPipeline(DiffusionPipeline):
         shift = self.vae.config.get("shift_factor") or 0.0
         return self.vae.decode(image / self.vae.config.scaling_factor + shift).sample
 
-    def _predict(self, image: torch.Tensor, t: Any, labels: torch.Tensor | None, w: float) -> torch.Tensor:
-        if labels is None:
-            return self.unet(image, t).sample
+    def _predict(self, image: torch.Tensor, t: Any, told: Any, null: Any, w: float) -> torch.Tensor:
         if w == 1:
-            return self.unet(image, t, class_labels=labels).sample
-        null = torch.full_like(labels, self.config.null_class)
-        both = self.unet(torch.cat([image, image]), t, class_labels=torch.cat([labels, null])).sample
+            return self.unet(image, t, **told).sample
+        joined = {name: torch.cat([told[name], null[name]]) for name in told}
+        both = self.unet(torch.cat([image, image]), t, **joined).sample
         conditional, unconditional = both.chunk(2)
         return unconditional + w * (conditional - unconditional)
+
+    def _told(self, labels: Any, prompt: Any, batch_size: int | None, device: torch.device) -> tuple[Any, Any]:
+        """The network's arguments for what is asked for, and for nothing in particular."""
+        if self.text_encoder is None:
+            if prompt is not None:
+                raise ValueError(f"this model was trained without text; leave prompt out, got {prompt!r}.")
+            classes = self._labels(labels, batch_size, device)
+            if classes is None:
+                return {}, {}
+            null = torch.full_like(classes, self.config.null_class or 0)
+            return {"class_labels": classes}, {"class_labels": null}
+        if labels is not None:
+            raise ValueError(f"this model draws what a prompt says; leave class_labels out, got {labels!r}.")
+        prompts = self._prompts(prompt, batch_size)
+        null, contexts = self.encode_prompt(["", *prompts]).tensor_split([1])
+        return {"encoder_hidden_states": contexts}, {"encoder_hidden_states": null.expand_as(contexts)}
+
+    def _prompts(self, given: Any, batch_size: int | None) -> list[str]:
+        prompts = [given] * (batch_size or 1) if isinstance(given, str) else given
+        if not isinstance(prompts, (list, tuple)) or not prompts or not all(isinstance(p, str) for p in prompts):
+            raise ValueError(f"prompt is a text or a list of some, got {given!r}.")
+        if batch_size not in (None, len(prompts)):
+            raise ValueError(f"batch_size is the number of prompts, {len(prompts)}, or left out; got {batch_size}.")
+        return list(prompts)
+
+    @torch.no_grad()
+    def encode_prompt(self, prompts: list[str]) -> torch.Tensor:
+        """Texts as the network reads them, [B, L, D]; longer ones are cut."""
+        tokens = self.tokenizer(
+            prompts, padding="max_length", truncation=True, max_length=self.config.text_len, return_tensors="pt"
+        ).to(self._execution_device)
+        ids, mask = tokens["input_ids"], tokens["attention_mask"]
+        if self.config.reads_padding:
+            return self.text_encoder(input_ids=ids).last_hidden_state.to(self.unet.dtype)
+        hidden = self.text_encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        return torch.where(mask[:, :, None] > 0, hidden, 0.0).to(self.unet.dtype)
 
     def _labels(self, given: Any, batch_size: int | None, device: torch.device) -> torch.Tensor | None:
         classes = self.config.num_classes
@@ -113,7 +157,7 @@ class ScaleLongPipeline(DiffusionPipeline):
         return labels.to(device)
 
     def _check_guidance(self, w: float) -> None:
-        if w != 1 and self.config.null_class is None:
+        if w != 1 and self.config.null_class is None and not self.config.null_text:
             raise ValueError(
-                f"guidance_scale is 1 for a model trained without classes or without label dropout, got {w}."
+                f"guidance_scale is 1 for a model told nothing, or trained without label dropout, got {w}."
             )

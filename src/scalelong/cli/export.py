@@ -23,6 +23,9 @@ def export(
     autoencoder: Annotated[
         str | None, typer.Option(help="Where the autoencoder of a run on latents is now, if it was moved.")
     ] = None,
+    text_encoder: Annotated[
+        str | None, typer.Option(help="Where the run's text encoder is now, if not where prepare found it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
     """Write a diffusers pipeline folder around the averaged model."""
@@ -32,7 +35,7 @@ def export(
     loaded = experiment.load_run(
         run, ema_rate=ema, posthoc_width=posthoc_ema, device="cpu", autoencoder=autoencoder
     )
-    pipeline = write(loaded, out, fold=fold)
+    pipeline = write(loaded, out, fold=fold, text_encoder=text_encoder)
     print_result(
         {"out": str(out), "pipeline": pipeline, "step": loaded.step, "ema": loaded.ema_rate, "folded": fold},
         as_json,

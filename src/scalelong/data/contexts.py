@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TEXT, TEXT_INDEX = "text.npy", "text_index.npy"
 KEPT_CAPTIONS = 64  # a run's own, for previews and for samples without a prompt
-_SAME = 0.02  # how far, in parts of its norm, the empty prompt of one encoder may move with device and version
+_SAME = 0.02  # how far, in parts of their norm, contexts of one encoder may move with device and version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,16 +149,17 @@ def info_of(store: Store) -> TextInfo:
     return TextInfo(**store.manifest.text)
 
 
-def check_same_encoder(null: Tensor, expected: TextInfo, expected_null: Tensor, who: str) -> None:
-    """Refuse contexts of another encoder or length, which only look alike: the empty prompt tells them apart."""
-    if null.shape != expected_null.shape:
+def check_same_encoder(found: Tensor, info: TextInfo, expected: Tensor, who: str) -> None:
+    """Refuse an encoder that only looks like a run's own: the same texts, [..., L, D], come out otherwise."""
+    if found.shape != expected.shape:
+        length, width = found.shape[-2:]
         raise ValueError(
-            f"the run reads {expected.length} tokens of width {expected.width} from {expected.encoder}, and {who} "
-            f"gives {null.shape[0]} of width {null.shape[1]}; use that encoder and --text-len {expected.length}."
+            f"the run reads {info.length} tokens of width {info.width} from {info.encoder}, and {who} gives "
+            f"{length} of width {width}; use that encoder and --text-len {info.length}."
         )
-    apart = (null.cpu().float() - expected_null.float()).norm() / expected_null.float().norm()
-    if not apart <= _SAME:
+    apart, size = (found.cpu().float() - expected.float()).norm(), expected.float().norm()
+    if not apart <= _SAME * size:
         raise ValueError(
-            f"{who} encodes the empty prompt otherwise than the run's own encoder, {expected.encoder} (apart by "
-            f"{apart:.2g} of its norm): it is another encoder, or another revision of it; use the same."
+            f"{who} encodes texts otherwise than the run's own encoder, {info.encoder} (apart by "
+            f"{apart / size:.2g} of their norm): it is another encoder, or another revision of it; use the same."
         )

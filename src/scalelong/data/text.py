@@ -36,7 +36,7 @@ class TextEncoder:
     ) -> None:
         folder = Path(name).expanduser()
         self.name = str(folder.resolve()) if folder.is_dir() else str(name)
-        self.tokenizer, self.model = _load(self.name, None if folder.is_dir() else revision)
+        self.tokenizer, self.model = load_encoder(self.name, None if folder.is_dir() else revision)
         self.model = self.model.float().eval().requires_grad_(False).to(device)
         self.device = device
         config = self.model.config
@@ -58,7 +58,7 @@ class TextEncoder:
             return self.model(input_ids=tokens["input_ids"]).last_hidden_state
         mask = tokens["attention_mask"]
         hidden = self.model(input_ids=tokens["input_ids"], attention_mask=mask).last_hidden_state
-        return hidden * mask[:, :, None]
+        return torch.where(mask[:, :, None] > 0, hidden, 0.0)  # a text without tokens has nothing to attend to
 
     def count_cut(self, texts: Sequence[str]) -> int:
         """How many of the texts are longer than what is read of them."""
@@ -119,7 +119,8 @@ def _half(hidden: Tensor, name: str) -> Tensor:
     return half
 
 
-def _load(name: str, revision: str | None) -> tuple[Any, Any]:
+def load_encoder(name: str, revision: str | None = None, *, tokenizer: str | None = None) -> tuple[Any, Any]:
+    """The tokenizer and the encoder part of a model; `tokenizer` is its folder where that is another."""
     try:
         import transformers
     except ImportError as error:
@@ -130,7 +131,7 @@ def _load(name: str, revision: str | None) -> tuple[Any, Any]:
         how = {"revision": revision, "local_files_only": _is_local(name, revision)}
         try:
             config = transformers.AutoConfig.from_pretrained(name, **how)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, **how)
+            words = transformers.AutoTokenizer.from_pretrained(tokenizer or name, **how)
             model, found = _class_for(config).from_pretrained(name, output_loading_info=True, **how)
         except (OSError, KeyError, ImportError, ValueError) as error:
             raise ValueError(
@@ -140,9 +141,9 @@ def _load(name: str, revision: str | None) -> tuple[Any, Any]:
     missing = sorted(key for key in found["missing_keys"] if "pooler" not in key)
     if missing:
         raise ValueError(f"{name} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}.")
-    if tokenizer.pad_token is None:
+    if words.pad_token is None:
         raise ValueError(f"the tokenizer of {name} has no token for padding; choose another encoder.")
-    return tokenizer, model
+    return words, model
 
 
 _ELSEWHERE = "Give the folder of the encoder and its tokenizer, or a name of the hub, with --text-encoder."
