@@ -42,7 +42,7 @@ def test_the_reference_is_the_whole_data_and_is_cached_by_checksum(store, tmp_pa
     first = reference_of(store, PixelFeatures(), tmp_path)
     assert abs(frechet_distance(first.moments, whole)) < 1e-6
     assert len(list(tmp_path.iterdir())) == 1
-    monkeypatch.setattr(module, "_images", None)  # the second time nothing is read
+    monkeypatch.setattr(module, "images_of", None)  # the second time nothing is read
     second = reference_of(store, PixelFeatures(), tmp_path)
     assert torch.equal(first.moments.covariance, second.moments.covariance)
     assert torch.equal(first.features, second.features)
