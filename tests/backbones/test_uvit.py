@@ -414,3 +414,16 @@ def test_block_scalings_scale_the_residual_branches():
     mixed = x + 0.1 * plain.attn(plain.norm1(x))
     mixed = mixed + 0.1 * plain.mlp(plain.norm2(mixed))
     torch.testing.assert_close(block("stable:0.1")(x), mixed)
+
+
+def test_a_final_convolution_that_starts_as_the_identity():
+    torch.manual_seed(0)
+    model = small(identity_final_conv=True)
+    x, t = torch.randn(2, 3, 8, 8), torch.tensor([3, 700])
+    through = model(x, t).sample
+    model.final_layer = torch.nn.Identity()
+    torch.testing.assert_close(through, model(x, t).sample)
+    torch.manual_seed(0)
+    as_published = small()
+    weights = {name: p for name, p in model.named_parameters() if not name.startswith("final_layer")}
+    assert all(torch.equal(p, as_published.get_parameter(name)) for name, p in weights.items())

@@ -55,6 +55,8 @@ class UViT(ModelMixin, ConfigMixin):
         cross_attention_dim: width of the text tokens; None for no text.
         text_len: how many text tokens there are.
         final_conv: whether a 3×3 convolution follows the last projection.
+        identity_final_conv: whether that convolution starts as the identity, not at random as published: the loss
+            then falls sooner (docs/experiment_log.md).
         timestep_map: what reaches the sinusoid for timestep t: "identity" t; "continuous" 999(t+1)/1000
             and "one-based" t+1, for schedulers that count 0 … 999.
         scaling: the skips' scaling, as in `scalelong.apply`.
@@ -82,6 +84,7 @@ class UViT(ModelMixin, ConfigMixin):
         cross_attention_dim: int | None = None,
         text_len: int = 77,
         final_conv: bool = True,
+        identity_final_conv: bool = False,
         timestep_map: str = "identity",
         scaling: str | Scaling = "none",
         keep_function: bool = False,
@@ -124,8 +127,12 @@ class UViT(ModelMixin, ConfigMixin):
             apply(self, scaling, keep_function=keep_function)
 
     def reset_parameters(self) -> None:
-        """Truncated normal 0.02 on linears and the position embedding, zero biases; PyTorch's on the rest."""
+        """Truncated normal 0.02 on linears and the position embedding, zero biases; PyTorch's on the rest, the
+        final convolution the identity where that is asked for."""
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        if self.config.identity_final_conv and isinstance(self.final_layer, nn.Conv2d):
+            nn.init.dirac_(self.final_layer.weight)
+            nn.init.zeros_(self.final_layer.bias)  # type: ignore[arg-type]
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
