@@ -58,6 +58,14 @@ def draw_printed(axes: Any, printed: Mapping[str, float], title: str, ylabel: st
     draw_values(axes, {name: [value] for name, value in printed.items()}, title, ylabel)
 
 
+def draw_beside(data: Data, printed: Mapping[str, float]) -> Any:
+    """The values of every variant, ours beside the paper's on CIFAR-10."""
+    figure, axes = panels(2)
+    draw_values(axes[0], data["values"], "ours", data["measure"])
+    draw_printed(axes[1], printed, "paper, CIFAR-10, U-ViT-S/2", "FID-50k")
+    return figure
+
+
 def colour_of(name: str) -> str:
     """A scaling has its colour in every picture; other variants take theirs from their names."""
     first = name.split(",")[0]

@@ -53,7 +53,7 @@ def judge(data: Data) -> Statement:
     for depth in DEPTHS:
         values = last(data[str(depth)], over=10)
         checks += [below(values, name, "none", f"the depth is {depth}") for name in ("CS", "LS")]
-    return Statement(name="fig1", claim=FIG1.claim, rule=_RULE, checks=checks)
+    return Statement(name="fig1", claim=REPRODUCTION.claim, rule=_RULE, checks=checks)
 
 
 def _depth(name: str) -> int:
@@ -64,7 +64,7 @@ def _plain(name: str) -> str:
     return name.split(",")[0]
 
 
-FIG1 = REPRODUCTION = Reproduction(
+REPRODUCTION = Reproduction(
     name="fig1",
     title="Fig. 1: norms of hidden features",
     claim="Skip scaling keeps hidden features smaller and steadier through training, more so in deeper nets.",

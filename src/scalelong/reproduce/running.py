@@ -83,6 +83,12 @@ def quality(folders: Folders) -> Data:
     raise ValueError("no run has logged a quality; were they trained with --evaluate-every?")
 
 
+def final_quality(folders: Folders, store: Store) -> Data:
+    """The last quality of every run."""
+    found = quality(folders)
+    return {"measure": found["measure"], "values": last(found["curves"])}
+
+
 def last(found: Data, over: int = 1) -> dict[str, list[float]]:
     """The mean of the last `over` values of each run; infinite for one that diverged before any."""
     return {name: [_mean(run["values"][-over:]) for run in runs] for name, runs in found.items()}

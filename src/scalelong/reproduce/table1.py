@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from scalelong.data.store import Store
-from scalelong.reproduce.drawing import draw_printed, draw_values, panels
+from scalelong.reproduce.drawing import draw_beside
 from scalelong.reproduce.judging import below
-from scalelong.reproduce.plan import Data, Folders, Reproduction, full, scalings, small
-from scalelong.reproduce.running import last, quality
+from scalelong.reproduce.plan import Data, Reproduction, full, scalings, small
+from scalelong.reproduce.running import final_quality
 from scalelong.stability.statements import Statement
 
 PAPER = {
@@ -25,19 +24,9 @@ _NAMES = ("none", "1/√2", "CS", "LS")
 _RULE = "A scaling ends clearly below none: every seed of the one below every seed of the other."
 
 
-def collect(folders: Folders, store: Store) -> Data:
-    """The last quality of every run."""
-    found = quality(folders)
-    return {"measure": found["measure"], "values": last(found["curves"])}
-
-
 def draw(data: Data) -> Any:
-    """Ours beside the paper's row for the same net."""
-    figure, axes = panels(2)
-    draw_values(axes[0], data["values"], "ours", data["measure"])
-    printed = dict(zip(_NAMES, PAPER["CIFAR-10, U-ViT-S/2"], strict=True))
-    draw_printed(axes[1], printed, "paper, CIFAR-10, U-ViT-S/2", "FID-50k")
-    return figure
+    """Beside the paper's row for the same net."""
+    return draw_beside(data, dict(zip(_NAMES, PAPER["CIFAR-10, U-ViT-S/2"], strict=True)))
 
 
 def judge(data: Data) -> Statement:
@@ -52,7 +41,7 @@ REPRODUCTION = Reproduction(
     claim="CS and LS have better FID than 1/√2 and none, on every dataset and backbone.",
     small=small(scalings()),
     full=full(scalings()),
-    collect=collect,
+    collect=final_quality,
     draw=draw,
     judge=judge,
 )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from scalelong.data.store import Store
-from scalelong.reproduce.drawing import draw_printed, draw_values, panels
+from scalelong.reproduce.drawing import draw_beside
 from scalelong.reproduce.judging import below
-from scalelong.reproduce.plan import Data, Folders, Reproduction, Variant, full, small
-from scalelong.reproduce.running import last, quality
+from scalelong.reproduce.plan import Data, Reproduction, Variant, full, small
+from scalelong.reproduce.running import final_quality
 from scalelong.stability.statements import Statement
 
 PAPER = {"LS": 3.01, "r = 4": 3.06, "r = 8": 3.10, "ELU": 3.08, "Mish": 3.08, "scalar": 3.46, "IE": 3.09}
@@ -32,20 +29,6 @@ def variants() -> list[Variant]:
     return [Variant(name, (f"model.scaling={spec}",)) for name, spec in SPECS.items()]
 
 
-def collect(folders: Folders, store: Store) -> Data:
-    """The last quality of every run."""
-    found = quality(folders)
-    return {"measure": found["measure"], "values": last(found["curves"])}
-
-
-def draw(data: Data) -> Any:
-    """Ours beside the paper's."""
-    figure, axes = panels(2)
-    draw_values(axes[0], data["values"], "ours", data["measure"])
-    draw_printed(axes[1], PAPER, "paper, CIFAR-10, U-ViT-S/2", "FID-50k")
-    return figure
-
-
 def judge(data: Data) -> Statement:
     """LS against each alternative."""
     checks = [below(data["values"], "LS", name) for name in data["values"] if name != "LS"]
@@ -58,7 +41,7 @@ REPRODUCTION = Reproduction(
     claim="r = 16, ReLU and squeeze-excite are the best choices.",
     small=small(variants()),
     full=full(variants()),
-    collect=collect,
-    draw=draw,
+    collect=final_quality,
+    draw=lambda data: draw_beside(data, PAPER),
     judge=judge,
 )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from scalelong.data.store import Store
-from scalelong.reproduce.drawing import draw_printed, draw_values, panels
+from scalelong.reproduce.drawing import draw_beside
 from scalelong.reproduce.judging import below
-from scalelong.reproduce.plan import Data, Folders, Reproduction, Variant, full, scalings, small
-from scalelong.reproduce.running import last, quality
+from scalelong.reproduce.plan import Data, Reproduction, Variant, full, scalings, small
+from scalelong.reproduce.running import final_quality
 from scalelong.stability.statements import Statement
 
 PAPER = {"CS": 2.98, "LS": 3.01, "stable 0.1": 3.77, "stable 0.3": 3.75, "ReZero": 3.46}
@@ -20,20 +17,6 @@ def variants() -> list[Variant]:
     """Skips scaled, or blocks."""
     blocks = [Variant(name, (f"model.changes.block_scaling={spec}",)) for name, spec in BLOCKS.items()]
     return [*scalings(["CS", "LS"]), *blocks]
-
-
-def collect(folders: Folders, store: Store) -> Data:
-    """The last quality of every run."""
-    found = quality(folders)
-    return {"measure": found["measure"], "values": last(found["curves"])}
-
-
-def draw(data: Data) -> Any:
-    """Ours beside the paper's."""
-    figure, axes = panels(2)
-    draw_values(axes[0], data["values"], "ours", data["measure"])
-    draw_printed(axes[1], PAPER, "paper, CIFAR-10, U-ViT-S/2", "FID-50k")
-    return figure
 
 
 def judge(data: Data) -> Statement:
@@ -52,7 +35,7 @@ REPRODUCTION = Reproduction(
     claim="Scaling skips is better than scaling the outputs of blocks.",
     small=small(variants()),
     full=full(variants()),
-    collect=collect,
-    draw=draw,
+    collect=final_quality,
+    draw=lambda data: draw_beside(data, PAPER),
     judge=judge,
 )
