@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from scalelong import experiment
 from scalelong.cli.main import app
-from scalelong.judging import judge_for
+from scalelong.judging import judge_quality
 from scalelong.metrics.evaluate import quality_of, reference_of
 from scalelong.metrics.features import PixelFeatures
 from scalelong.training.log import read_metrics
@@ -14,8 +14,8 @@ from tests.training.test_fit import config, store  # noqa: F401 - a fixture
 
 def test_each_average_is_judged_as_evaluate_would(store, tmp_path):  # noqa: F811
     run = config("train.steps=5", "train.ema_rates=0.5,0.9")
-    judge = judge_for(run, store, PixelFeatures(), num=16, steps=4)
-    experiment.train(run, store, tmp_path / "run", device="cpu", judge=judge, judge_every=2)
+    judge = judge_quality(run, store, PixelFeatures(), num=16, steps=4, every=2)
+    experiment.train(run, store, tmp_path / "run", device="cpu", judges=[judge])
     rows = {row["step"]: row["quality"] for row in read_metrics(tmp_path / "run") if "quality" in row}
     assert list(rows) == [2, 4, 5]  # at the interval, and at the end
     last = rows[5]

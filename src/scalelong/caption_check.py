@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from scalelong.config import RunConfig
-from scalelong.data.random import Stream
 from scalelong.data.store import Store
-from scalelong.diffusion.process import Process
-from scalelong.experiment import loader_for, process_of
+from scalelong.held_out import DRAWS, HeldOut, Progress
 
 
 @dataclass(frozen=True)
@@ -35,36 +32,30 @@ class CaptionCheck:
         return asdict(self)
 
 
-@torch.no_grad()
 def check_captions(
     config: RunConfig,
     model: nn.Module,
     store: Store,
     *,
     seed: int = 0,
-    draws: int = 8,
+    draws: int = DRAWS,
     batch: int = 100,
-    progress: Callable[[Iterable[int], int], Iterable[int]] = lambda starts, count: starts,
+    progress: Progress = lambda starts, count: starts,
 ) -> CaptionCheck:
     """Compare every image of a store that the run was not trained on, at `draws` times each, spread evenly."""
     if len(store) < 2 or draws < 1:
         raise ValueError(f"captions are exchanged between images, got {len(store)} of them and {draws=}.")
     model.eval()
-    device = next(model.parameters()).device
-    plain = replace(config.data, flip=False, label_dropout=0.0)
-    config = replace(config, data=plain, train=replace(config.train, seed=seed))
-    loader, process = loader_for(config, store, str(device)), process_of(config).to(device)
+    device = str(next(model.parameters()).device)
+    held_out = HeldOut(config, store, device=device, draws=draws, batch=batch, seed=seed)
     losses = []
-    starts = range(0, len(store), batch)
-    for start in progress(starts, len(starts)):  # the stream's first epoch: each image once, in a random order
-        found = loader.batch(start, min(batch, len(store) - start))
+    for found in held_out.batches(progress):
         assert found.condition is not None
-        after = loader.batch((start + len(found.images)) % len(store), 1).condition
+        after = held_out.loader.batch((int(found.indices[-1]) + 1) % len(store), 1).condition
         others = torch.cat([found.condition[1:], after])  # type: ignore[list-item]
         told = (found.condition, others)
-        parts = [_losses(model, process, found.images, told, found.indices, seed, i, draws) for i in range(draws)]
-        losses.append(torch.stack(parts).mean(0))
-    true, shuffled = torch.cat(losses, dim=1).double().cpu()
+        losses.append(torch.stack([held_out.losses(model, found, c).mean(0) for c in told]))
+    true, shuffled = torch.cat(losses, dim=1)
     difference = shuffled - true
     return CaptionCheck(
         true_loss=true.mean().item(),
@@ -74,30 +65,3 @@ def check_captions(
         images=len(store),
         draws=draws,
     )
-
-
-def _losses(
-    model: nn.Module,
-    process: Process,
-    images: Tensor,
-    told: tuple[Tensor, Tensor],
-    indices: Tensor,
-    seed: int,
-    draw: int,
-    draws: int,
-) -> Tensor:
-    """[2, B]: the loss of each image under each context, at one noise and one time of this draw's stretch."""
-    counters = indices * draws + draw
-    noise = Stream(seed, "caption check noise").normal(counters, tuple(images.shape[1:]))
-    uniforms = (Stream(seed, "caption check times").uniform(counters) + draw) / draws
-    timesteps = process.timesteps(uniforms)
-    example = process.example(images, noise, timesteps)
-    squares = [
-        (model(example.inputs, timesteps, encoder_hidden_states=context, return_dict=False)[0] - example.target)
-        .float()
-        .square()
-        .mean(dim=(1, 2, 3))
-        for context in told
-    ]
-    losses = torch.stack(squares)
-    return losses if example.weights is None else losses * example.weights

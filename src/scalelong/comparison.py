@@ -18,6 +18,7 @@ from scalelong.data.store import open_store
 
 SCALINGS = ("none", "1/sqrt2", "cs:0.7", "ls")
 SEEDS = (0, 1)
+HELD_OUT_NUM = 2_000
 # Sized for two CPU cores: eight runs of the digits within five minutes.
 DIGITS_SETTINGS = (
     "train.steps=600",
@@ -40,6 +41,7 @@ class Judging:
     num: int = 256
     steps: int = 20
     every: int | None = None  # by default whenever pictures are drawn
+    held_out: Path | None = None  # prepared images that are not trained on, for their loss
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,20 @@ class Member:
     judging: Judging | None = Judging()
 
 
-def members(base: RunConfig, scalings: Sequence[str], seeds: Sequence[int], out: Path) -> list[Member]:
+def members(
+    base: RunConfig,
+    scalings: Sequence[str],
+    seeds: Sequence[int],
+    out: Path,
+    judging: Judging = Judging(),  # noqa: B008 - frozen
+) -> list[Member]:
     """Every scaling with every seed; a scaling's runs differ from another's in nothing else."""
     result = []
     for seed in seeds:
         for scaling in scalings:
             name = scaling.replace("/", "-").replace(":", "-")
             config = with_overrides(base, [f"model.scaling={scaling}", f"train.seed={seed}"])
-            result.append(Member(config.model.scaling, seed, out / f"{name}-seed{seed}", config))
+            result.append(Member(config.model.scaling, seed, out / f"{name}-seed{seed}", config, judging))
     wanted = [(member.scaling, member.seed) for member in result]
     if len(set(wanted)) < len(wanted):
         scaling, seed = next(pair for pair in wanted if wanted.count(pair) > 1)
@@ -71,15 +79,19 @@ def members(base: RunConfig, scalings: Sequence[str], seeds: Sequence[int], out:
 def run_one(member: Member, data: Path) -> bool:
     """Train one member; its samples are judged as it goes."""
     from scalelong import experiment
-    from scalelong.judging import judge_for
+    from scalelong.judging import judge_held_out, judge_quality
     from scalelong.metrics.features import features_named
 
     store, how = open_store(data), member.judging
     if how is None:
         return experiment.train(member.config, store, member.folder)
-    features = features_named(how.features, None, experiment.default_device())
-    judge = judge_for(member.config, store, features, num=how.num, steps=how.steps)
-    return experiment.train(member.config, store, member.folder, judge=judge, judge_every=how.every)
+    device = experiment.default_device()
+    features = features_named(how.features, None, device)
+    judges = [judge_quality(member.config, store, features, num=how.num, steps=how.steps, every=how.every)]
+    if how.held_out is not None:
+        unseen = open_store(how.held_out)
+        judges.append(judge_held_out(member.config, store, unseen, device, num=HELD_OUT_NUM, every=how.every))
+    return experiment.train(member.config, store, member.folder, judges=judges)
 
 
 def run_all(

@@ -53,6 +53,20 @@ _HOW_OFTEN = ("steps", "log_every", "sample_every", "checkpoint_every", "keep_ch
 _MAY_CHANGE = (*_HOW_OFTEN, "execution", "parallel")
 
 
+@dataclass(frozen=True)
+class Judge:
+    """What is found out about a run's averaged weights as it trains.
+
+    `figures_of` gets the model with each of the averages; its figures are logged in a group called `name`, those of
+    the settled average under their plain names as well. `every` is a number of steps; by default, whenever pictures
+    are drawn.
+    """
+
+    name: str
+    figures_of: Callable[[nn.Module], dict[str, float]]
+    every: int | None = None
+
+
 def train(
     config: RunConfig,
     store: Store,
@@ -60,20 +74,18 @@ def train(
     *,
     device: str | None = None,
     show: Callable[[Progress], None] = lambda progress: None,
-    judge: Callable[[nn.Module], dict[str, float]] | None = None,
-    judge_every: int | None = None,
+    judges: Sequence[Judge] = (),
     logger: str = "tensorboard",
 ) -> bool:
     """Train a model into the folder `out`, or go on with the run that is there. True when it is done.
 
-    `judge` gets the model with each of the averaged weights, every `judge_every` steps (by default whenever
-    samples are drawn); what it finds is logged, that of the settled average under its plain name.
-    `logger` is tensorboard, wandb (both) or none; metrics.jsonl is always written.
+    What `judges` find about the averaged weights on the way is logged. `logger` is tensorboard, wandb (both) or
+    none; metrics.jsonl is always written.
     """
     check_logger(logger)
     device = local_device(usable_device(device))
     with joined(device) as world:
-        return _train(config, store, out, world, device, show, judge, judge_every, logger)
+        return _train(config, store, out, world, device, show, judges, logger)
 
 
 def _train(
@@ -83,8 +95,7 @@ def _train(
     world: World,
     device: str,
     show: Callable[[Progress], None],
-    judge: Callable[[nn.Module], dict[str, float]] | None,
-    judge_every: int | None,
+    judges: Sequence[Judge],
     logger: str,
 ) -> bool:
     config = fitted_to(config, store)
@@ -110,7 +121,7 @@ def _train(
         raise ValueError(f"the processes found different checkpoints in {out}; all must see the same folder.")
     log = RunLog(out, resumed_at, logger, to_dict(config)) if world.is_first else NoLog()
 
-    events = _events(config, fit, log, judge, judge_every, text.context if text else None)
+    events = _events(config, fit, log, judges, text.context if text else None)
     with log:
         return fit.run(log, show=show, events=events)
 
@@ -119,8 +130,7 @@ def _events(
     config: RunConfig,
     fit: Fit,
     log: RunLog | NoLog,
-    judge: Callable[[nn.Module], dict[str, float]] | None,
-    judge_every: int | None,
+    judges: Sequence[Judge],
     context: Context | None,
 ) -> list[Event]:
     """What is made as a run trains: pictures, what post-hoc averages are made of, figures of quality."""
@@ -161,23 +171,26 @@ def _events(
     def no_snapshot(step: int) -> bool:
         return not checkpoint.folder_of(out / SNAPSHOTS, step).is_dir()
 
-    def write_quality(step: int) -> None:
+    def write_judgement(judge: Judge, step: int) -> None:
         found: dict[str, float] = {"ema": settled().rate}
         for ema in fit.emas:
             with averaged(ema) as model:
-                figures = judge(model) if model is not None else {}  # type: ignore[misc]
+                figures = judge.figures_of(model) if model is not None else {}
             found |= {f"{name} at {ema.rate}": value for name, value in figures.items()}
             found |= figures if ema is settled() else {}
-        log.write(step, quality=found)
+        log.write(step, **{judge.name: found})
 
-    def no_quality(step: int) -> bool:
-        return not any("quality" in row for row in read_metrics(out) if row["step"] == step)
+    def no_judgement(judge: Judge, step: int) -> bool:
+        return not any(judge.name in row for row in read_metrics(out) if row["step"] == step)
 
     events = [Event(config.train.sample_every, save_grid, lambda step: not grid_of(step).is_file())]
     if config.train.posthoc_every:
         events.append(Event(config.train.posthoc_every, keep_snapshot, no_snapshot))
-    if judge is not None:
-        events.append(Event(judge_every or config.train.sample_every, write_quality, no_quality))
+    for judge in judges:
+        lacking = functools.partial(no_judgement, judge)
+        events.append(
+            Event(judge.every or config.train.sample_every, functools.partial(write_judgement, judge), lacking)
+        )
     return events
 
 

@@ -1,24 +1,32 @@
-"""Quality as training goes on: samples of the averaged weights against the data, logged with the losses."""
+"""What is found out about averaged weights as a run trains: quality of samples, loss on held-out images."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from torch import nn
 
 from scalelong import experiment
 from scalelong.config import RunConfig
-from scalelong.data.contexts import text_of
+from scalelong.data.contexts import check_same_encoder, info_of, text_of
 from scalelong.data.store import Store
+from scalelong.experiment import Judge
+from scalelong.held_out import HeldOut, check_fits
 from scalelong.metrics.evaluate import batches, quality_of, reference_of, statistics_folder
 from scalelong.metrics.features import Features
 
-Judge = Callable[[nn.Module], dict[str, float]]
+QUALITY, HELD_OUT = "quality", "held out"
 SEED = 1  # the grids show those of seed 0
 
 
-def judge_for(config: RunConfig, store: Store, features: Features, *, num: int, steps: int | None = None) -> Judge:
-    """A function from a model to its figures: `num` samples, drawn as the run draws, against all of the data.
+def judge_quality(
+    config: RunConfig,
+    store: Store,
+    features: Features,
+    *,
+    num: int,
+    steps: int | None = None,
+    every: int | None = None,
+) -> Judge:
+    """FID and the like: `num` samples, drawn as the run draws, against all of the data.
 
     The figures of pixels are named so, as they compare with nothing in the literature.
     """
@@ -29,7 +37,7 @@ def judge_for(config: RunConfig, store: Store, features: Features, *, num: int, 
     context = text_of(store).context() if config.data.condition == "text" else None
     networks: dict[nn.Module, nn.Module] = {}  # built once: averages are swapped into the same model
 
-    def judge(model: nn.Module) -> dict[str, float]:
+    def figures_of(model: nn.Module) -> dict[str, float]:
         if model not in networks:
             networks[model] = experiment.for_sampling(model, num * steps)
         drawn = (
@@ -40,4 +48,16 @@ def judge_for(config: RunConfig, store: Store, features: Features, *, num: int, 
         figures = {"fid": found.fid, "kid": found.kid, "precision": found.precision, "recall": found.recall}
         return {f"pixel_{name}" if on_pixels else name: value for name, value in figures.items()}
 
-    return judge
+    return Judge(QUALITY, figures_of, every)
+
+
+def judge_held_out(
+    config: RunConfig, store: Store, held_out: Store, device: str, *, num: int, every: int | None = None
+) -> Judge:
+    """The loss on `num` images of another store than that of the training."""
+    config = experiment.fitted_to(config, store)
+    check_fits(config, held_out)
+    if config.data.condition == "text":
+        check_same_encoder(text_of(held_out).null, info_of(store), text_of(store).null, str(held_out.folder))
+    asked = HeldOut(config, held_out, device=device, num=num)
+    return Judge(HELD_OUT, lambda model: {"loss": asked.measure(model).loss}, every)

@@ -298,17 +298,18 @@ def test_moments_lie_in_memory_as_their_parameters_do(store, tmp_path):
 def test_an_event_that_fails_costs_no_training_and_is_made_up_for(store, tmp_path):
     calls = []
 
-    def judge(model):
+    def figures_of(model):
         calls.append(1)
         if len(calls) == 1:
             raise OSError("the disk is full")
         return {"fid": 1.0}
 
     settings = config("train.steps=10", "train.checkpoint_every=5", "train.ema_rates=0.9")
+    judges = [experiment.Judge("quality", figures_of, every=5)]
     with pytest.raises(OSError, match="full"):
-        experiment.train(settings, store, tmp_path / "run", judge=judge, judge_every=5)
+        experiment.train(settings, store, tmp_path / "run", judges=judges)
     assert checkpoint.load_latest(tmp_path / "run" / "checkpoints").step == 5
-    experiment.train(settings, store, tmp_path / "run", judge=judge, judge_every=5)
+    experiment.train(settings, store, tmp_path / "run", judges=judges)
     judged = [row["step"] for row in read_metrics(tmp_path / "run") if "quality" in row]
     assert judged == [5, 10]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "Examples: [bold]scalelong compare[/] (the digits, five minutes on two cores) or "
-    "[bold]scalelong compare cifar10-uvit-xs --data data/mine --scalings none,cs:0.7,ls --seeds 0,1,2[/]"
+    "[bold]scalelong compare cifar10-uvit-xs --data data/mine --held-out data/unseen --scalings none,cs:0.7,ls --seeds 0,1,2[/]"
 )
 
 
@@ -30,13 +30,19 @@ def compare(
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a setting of all runs.")
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder of the runs and the report.")] = Path("runs/compare"),
+    held_out: Annotated[
+        Path | None,
+        typer.Option(help="Compare the loss on this prepared data, which no run is trained on, seed by seed."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
     """Train the same net with several scalings, same seeds and data, and write one report.html."""
     from scalelong import experiment
-    from scalelong.comparison import DIGITS_SETTINGS, default_workers, members
+    from scalelong.comparison import DIGITS_SETTINGS, Judging, default_workers, members
     from scalelong.config import with_overrides
+    from scalelong.data.store import open_store
+    from scalelong.held_out import check_fits
     from scalelong.presets import run_preset
     from scalelong.report.page import write_report
     from scalelong.report.runs import by_scaling, read_run, summary_rows
@@ -45,13 +51,16 @@ def compare(
         _check_shared(setting)
     small = DIGITS_SETTINGS if preset == "digits" else ()
     base = with_overrides(run_preset(preset), [*small, *(settings or [])])
-    group = members(base, split(scalings, "--scalings"), seeds_of(seeds), out)
+    judging = Judging(held_out=held_out)
+    group = members(base, split(scalings, "--scalings"), seeds_of(seeds), out, judging)
     device = experiment.default_device()
     workers = min(len(group), default_workers(device))
     with opened_data(data, dry_run) as store:
         plan = comparison_plan(
             group, store, out, workers, device
         )  # what is wrong with any run is told before the first
+        if held_out is not None:
+            check_fits(experiment.fitted_to(base, store), open_store(held_out))
         if dry_run:
             print_result(plan, as_json, comparison_text(plan))
             return

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from scalelong.experiment import LoadedRun
 
 EXAMPLES = (
-    "Examples: [bold]scalelong evaluate runs/mine --data data/mine --num 50000[/] or "
+    "Examples: [bold]scalelong evaluate runs/mine --data data/mine --num 50000[/], "
+    "[bold]scalelong evaluate runs/mine --data data/held-out --loss[/] or "
     "[bold]scalelong evaluate runs/coco --data data/coco-val --caption-check[/]"
 )
 
@@ -52,6 +53,10 @@ def evaluate(
         str | None, typer.Option(help="Where the autoencoder of a run on latents is now, if it was moved.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    loss: Annotated[
+        bool,
+        typer.Option("--loss", help="Instead: the loss on this data, in all and by noise level; no samples."),
+    ] = False,
     caption_check: Annotated[
         bool,
         typer.Option(
@@ -87,6 +92,9 @@ def evaluate(
     with opened_data(data, dry_run) as store:
         _check_size(loaded.config, store)
         context = _context(loaded, store)
+        if loss:
+            _measure_loss(run, loaded, store, seed, batch, as_json)
+            return
         if caption_check:
             _check_captions(run, loaded, store, seed, batch, as_json)
             return
@@ -124,6 +132,26 @@ def _context(loaded: LoadedRun, store: Store) -> Context | None:
     return text.context()
 
 
+def _measure_loss(run: Path, loaded: LoadedRun, store: Store, seed: int, batch: int, as_json: bool) -> None:
+    """The same images, times and noise for every run that is asked, so that runs can be compared."""
+    from scalelong.held_out import HeldOut, check_fits
+
+    check_fits(loaded.config, store)
+    device = str(next(loaded.model.parameters()).device)
+    found = HeldOut(loaded.config, store, device=device, batch=batch, seed=seed).measure(
+        loaded.model,
+        progress=lambda starts, count: tracked(starts, count, f"the loss on {len(store):,} images"),
+    )
+    by_noise = ", ".join(f"{value:.4g}" for value in found.by_noise)
+    print_result(
+        _about(run, loaded, store) | found.as_dict(),
+        as_json,
+        f"loss {found.loss:.5f} ± {found.standard_error:.2g} (standard error over {found.images:,} images, "
+        f"{found.draws} times each; seed {seed}, EMA {loaded.ema_rate}, step {loaded.step})\n"
+        f"by noise, least first: {by_noise}",
+    )
+
+
 def _check_captions(run: Path, loaded: LoadedRun, store: Store, seed: int, batch: int, as_json: bool) -> None:
     from scalelong.caption_check import check_captions
 
@@ -138,19 +166,17 @@ def _check_captions(run: Path, loaded: LoadedRun, store: Store, seed: int, batch
         progress=lambda starts, count: tracked(starts, count, f"comparing captions of {len(store):,} images"),
     )
     print_result(
-        {
-            "run": str(run),
-            "data": str(store.folder),
-            "step": loaded.step,
-            "ema": loaded.ema_rate,
-            **found.as_dict(),
-        },
+        _about(run, loaded, store) | found.as_dict(),
         as_json,
         f"loss {found.true_loss:.5f} with an image's own caption, {found.shuffled_loss:.5f} with another's: worse "
         f"by {found.difference:.2g} ± {found.standard_error:.2g} (standard error over {found.images:,} images, "
         f"{found.draws} times each, the same noise for both; seed {seed}, EMA {loaded.ema_rate}, "
         f"step {loaded.step})",
     )
+
+
+def _about(run: Path, loaded: LoadedRun, store: Store) -> dict[str, Any]:
+    return {"run": str(run), "data": str(store.folder), "step": loaded.step, "ema": loaded.ema_rate}
 
 
 def _drawn(config: RunConfig, network: nn.Module, share: range, batch: int, **how: Any) -> Iterator[Tensor]:

@@ -14,7 +14,8 @@ from scalelong.cli.plan import opened_data, training_plan, training_text
 
 if TYPE_CHECKING:
     from scalelong.config import RunConfig
-    from scalelong.judging import Judge
+    from scalelong.data.store import Store
+    from scalelong.experiment import Judge
 
 EXAMPLES = (
     "Example: [bold]scalelong train cifar10-uvit-xs --data data/mine --scaling cs:0.7 "
@@ -46,13 +47,20 @@ def train(
     evaluate_num: Annotated[int, typer.Option(min=4, help="From how many samples.")] = 10_000,
     features: Annotated[str, typer.Option(help="inception, or pixels for tiny images.")] = "inception",
     inception: Annotated[Path | None, typer.Option(help="The FID network's TorchScript file.")] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(help="Log the loss on this prepared data too, which is not trained on.")
+    ] = None,
+    held_out_every: Annotated[
+        int | None, typer.Option(min=1, help="How often; by default whenever pictures are drawn.")
+    ] = None,
+    held_out_num: Annotated[int, typer.Option(min=2, help="On how many of its images.")] = 2_000,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
     """Train a preset on prepared data. Ctrl-C saves and stops; the same command goes on."""
     from scalelong import experiment
     from scalelong.config import with_overrides
-    from scalelong.metrics.features import check_kind, features_named
+    from scalelong.metrics.features import check_kind
     from scalelong.presets import run_preset
     from scalelong.training.trackers import check_logger
 
@@ -69,14 +77,12 @@ def train(
             plan = training_plan(config, store, out, device)
             print_result(plan, as_json, training_text(plan))
             return
-        judge: Judge | None = None
+        judges = []
+        if held_out is not None:
+            judges.append(_held_out(config, store, held_out, device, held_out_num, held_out_every))
         if evaluate_every is not None:
-            from scalelong.judging import judge_for
-
-            judge = _never  # the first process alone judges
-            if is_first_process():
-                judge = judge_for(config, store, features_named(features, inception, device), num=evaluate_num)
-        done = _run(config, store, out, device, logger=logger, judge=judge, judge_every=evaluate_every)
+            judges.append(_quality(config, store, features, inception, device, evaluate_num, evaluate_every))
+        done = _run(config, store, out, device, logger=logger, judges=judges)
     if is_first_process():
         _write_report(out)
     step = config.train.steps if done else experiment.last_step(out)
@@ -100,6 +106,31 @@ def _say_null_class(config: RunConfig, published_dropout: float) -> None:
             f"embeddings, the last one for no class{more}.",
             err=True,
         )
+
+
+# The first process alone judges; the others have to know when.
+
+
+def _held_out(config: RunConfig, store: Store, held_out: Path, device: str, num: int, every: int | None) -> Judge:
+    from scalelong.data.store import open_store
+    from scalelong.experiment import Judge
+    from scalelong.judging import HELD_OUT, judge_held_out
+
+    if not is_first_process():
+        return Judge(HELD_OUT, _never, every)
+    return judge_held_out(config, store, open_store(held_out), device, num=num, every=every)
+
+
+def _quality(
+    config: RunConfig, store: Store, features: str, inception: Path | None, device: str, num: int, every: int
+) -> Judge:
+    from scalelong.experiment import Judge
+    from scalelong.judging import QUALITY, judge_quality
+    from scalelong.metrics.features import features_named
+
+    if not is_first_process():
+        return Judge(QUALITY, _never, every)
+    return judge_quality(config, store, features_named(features, inception, device), num=num, every=every)
 
 
 def _never(model: Any) -> dict[str, float]:

@@ -81,6 +81,11 @@ def _sections(groups: dict[str, list[Run]]) -> list[Section]:
             figures.curves(groups, ("loss",), "loss", log=True),
         ),
         Section(
+            "Loss on held-out images",
+            "Of the averaged weights, on images that no run saw: the same images, times and noise for all.",
+            figures.curves(groups, ("held out", "loss"), "held-out loss", log=True),
+        ),
+        Section(
             "Quality against steps",
             "Fréchet distance between the data and samples drawn on the way, on "
             f"{'the features of Inception' if key == 'fid' else 'pixels'}: lower is better.",

@@ -103,6 +103,19 @@ def _quality(runs: list[Run]) -> dict[str, str]:
     return {name: _show([run.last("quality", key) for run in runs])}
 
 
+def _held_out(groups: dict[str, list[Run]], scaling: str) -> dict[str, str]:
+    """The loss on held-out images, and how much of it is the scaling: its difference to none, seed by seed."""
+    if not any(run.series("held out", "loss")[0] for runs in groups.values() for run in runs):
+        return {}
+    plain = {run.config.train.seed: run.last("held out", "loss") for run in groups.get("none", [])}
+    found = {run.config.train.seed: run.last("held out", "loss") for run in groups[scaling]}
+    differences = [found[seed] - plain[seed] for seed in found if seed in plain]
+    return {
+        "held-out loss": _show(list(found.values())),
+        "less that of none": "–" if scaling == "none" else _show(differences),
+    }
+
+
 def summary_rows(groups: dict[str, list[Run]]) -> list[dict[str, str]]:
     """One row per scaling: what the terminal and the page show."""
     rows = []
@@ -112,6 +125,7 @@ def summary_rows(groups: dict[str, list[Run]]) -> list[dict[str, str]]:
                 "scaling": scaling,
                 "seeds": str(len(runs)),
                 "loss": _show([r.last("loss", over=10) for r in runs]),
+                **_held_out(groups, scaling),
                 **_quality(runs),
                 "gradient norm": _show([r.last("gradient norm", over=10) for r in runs]),
                 "its oscillation": _show([r.last("oscillation", "gradient norm") for r in runs]),

@@ -1,0 +1,115 @@
+"""The loss on images that a run was not trained on: the same images, times and noise whenever it is asked.
+
+Two models, or one at two moments, then differ by what they have learned and not by the luck of the draw. Each image
+is noised several times, once in each equal stretch of the process, as losses differ most by the noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scalelong.config import RunConfig
+from scalelong.data.loader import Batch
+from scalelong.data.random import Stream
+from scalelong.data.store import Store
+from scalelong.experiment import fitted_to, loader_for, process_of
+
+DRAWS = 8
+Progress = Callable[[Iterable[int], int], Iterable[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutLoss:
+    """The mean over images, its standard error, and the mean in each stretch of the process, least noise first."""
+
+    loss: float
+    standard_error: float
+    by_noise: list[float]
+    images: int
+    draws: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+class HeldOut:
+    """Images of a store, `num` of them in an order of its own, and how they are noised.
+
+    Nothing is flipped or dropped. The seed is not the run's: runs of all seeds are asked the same.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        store: Store,
+        *,
+        device: str = "cpu",
+        num: int | None = None,
+        draws: int = DRAWS,
+        batch: int = 250,
+        seed: int = 0,
+    ) -> None:
+        if draws < 1 or (num is not None and num < 2):
+            raise ValueError(f"a held-out loss takes 2 images or more and draws from 1 up, got {num=}, {draws=}.")
+        plain = replace(config.data, flip=False, label_dropout=0.0)
+        config = replace(config, data=plain, train=replace(config.train, seed=seed))
+        self.loader = loader_for(config, store, device)
+        self.process = process_of(config).to(self.loader.device)
+        self.images = min(len(store), num or len(store))
+        self.draws, self.size = draws, batch
+        self.noise, self.times = Stream(seed, "held-out noise"), Stream(seed, "held-out times")
+
+    def batches(self, progress: Progress = lambda starts, count: starts) -> Iterator[Batch]:
+        """Each image once."""
+        starts = range(0, self.images, self.size)
+        for start in progress(starts, len(starts)):
+            yield self.loader.batch(start, min(self.size, self.images - start))
+
+    @torch.no_grad()
+    def losses(self, model: nn.Module, batch: Batch, condition: Tensor | None) -> Tensor:
+        """[draws, B] in float64: each image's loss in each stretch under a condition, weighted as in training."""
+        given = {} if condition is None else {self.loader.argument: condition}
+        return torch.stack([self._losses(model, batch, draw, given) for draw in range(self.draws)]).double().cpu()
+
+    def _losses(self, model: nn.Module, batch: Batch, draw: int, given: dict[str, Tensor]) -> Tensor:
+        counters = batch.indices * self.draws + draw
+        noise = self.noise.normal(counters, tuple(batch.images.shape[1:]))
+        timesteps = self.process.timesteps((self.times.uniform(counters) + draw) / self.draws)
+        example = self.process.example(batch.images, noise, timesteps)
+        prediction = model(example.inputs, timesteps, return_dict=False, **given)[0].float()
+        each = (prediction - example.target).square().mean(dim=(1, 2, 3))
+        return each if example.weights is None else each * example.weights
+
+    def measure(self, model: nn.Module, progress: Progress = lambda starts, count: starts) -> HeldOutLoss:
+        """The model's loss; it is left as it was."""
+        training = model.training
+        model.eval()
+        try:
+            parts = [self.losses(model, batch, batch.condition) for batch in self.batches(progress)]
+        finally:
+            model.train(training)
+        table = torch.cat(parts, dim=1)  # [draws, images]
+        return HeldOutLoss(
+            loss=table.mean().item(),
+            standard_error=table.mean(0).std().item() / self.images**0.5,
+            by_noise=table.mean(1).tolist(),
+            images=self.images,
+            draws=self.draws,
+        )
+
+
+def check_fits(config: RunConfig, store: Store) -> None:
+    """Refuse images about which a run, fitted to its own data, cannot be asked."""
+    ours, theirs = config.model.changes, fitted_to(config, store).model.changes
+    for name in ("sample_size", "in_channels", "num_class_embeds"):
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(
+                f"held-out images are prepared like those of the training: {name} is {ours.get(name)} there, got "
+                f"{theirs.get(name)} in {store.folder}."
+            )

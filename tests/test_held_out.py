@@ -1,0 +1,141 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from scalelong import experiment
+from scalelong.cli.main import app
+from scalelong.config import with_overrides
+from scalelong.data.images import Item, Source
+from scalelong.data.prepare import prepare
+from scalelong.diffusion.process import process_named
+from scalelong.held_out import HeldOut, check_fits
+from scalelong.judging import judge_held_out
+from scalelong.presets import run_preset
+from scalelong.training.log import read_metrics
+
+TINY = ["model.changes.hidden_size=16", "model.changes.num_layers=2", "train.batch_size=4", "train.ema_rates=0.5"]
+
+
+def made(folder, count=12, size=8, classes=None, offset=0):
+    def pictures():
+        for i in range(count):
+            pixels = np.random.default_rng(offset + i).integers(0, 256, (size, size, 1), np.uint8)
+            yield Item(f"picture {i}", pixels, label=None if classes is None else i % len(classes))
+
+    return prepare(Source("made", count, classes, pictures), folder)
+
+
+def settings(*changes):
+    return with_overrides(run_preset("digits"), [*TINY, "train.steps=4", *changes])
+
+
+class Nothing(torch.nn.Module):
+    """Predicts 0, whatever it is shown."""
+
+    def forward(self, sample, timestep, return_dict=False, **given):
+        return (torch.zeros_like(sample),)
+
+
+@pytest.mark.parametrize("target", ["epsilon", "x0"])
+def test_predicting_nothing_has_the_target_s_own_size_as_loss(tmp_path, target):
+    """The target ε has variance 1; the target x0 is the image, whose mean square is known from the pixels."""
+    store = made(tmp_path / "data", 200)
+    config = experiment.fitted_to(settings(f"target={target}"), store)
+    found = HeldOut(config, store, batch=64).measure(Nothing())
+    images = np.asarray(store.images[:]).astype(np.float64) / 127.5 - 1
+    want = 1.0 if target == "epsilon" else np.square(images).mean()
+    assert found.loss == pytest.approx(want, abs=0.02 if target == "epsilon" else 1e-6)
+    assert found.images == 200
+    assert len(found.by_noise) == found.draws
+    assert np.mean(found.by_noise) == pytest.approx(found.loss)
+
+
+def test_a_perfect_denoiser_of_single_images_has_no_loss_where_it_can_have_none(tmp_path):
+    """One image, and a network that knows it: ε = (x_t - α x_0)/σ exactly, at every time that was drawn."""
+    store = made(tmp_path / "data", 2)
+    config = experiment.fitted_to(settings(), store)
+    image = HeldOut(config, store).loader.batch(0, 2).images
+    process = process_named("vp-sde")
+
+    class Knows(torch.nn.Module):
+        def forward(self, sample, timestep, return_dict=False):
+            alpha, sigma = (c.float()[:, None, None, None] for c in process.alpha_sigma(timestep))
+            return ((sample - alpha * image) / sigma,)
+
+    assert HeldOut(config, store).measure(Knows()).loss < 1e-6
+
+
+def test_losses_do_not_depend_on_batches_seeds_of_runs_or_the_model_s_mode(tmp_path):
+    store = made(tmp_path / "data")
+    config = experiment.fitted_to(settings(), store)
+    model = experiment.build_model(config).train()
+    whole = HeldOut(config, store).measure(model)
+    assert model.training
+    other_seed = experiment.fitted_to(settings("train.seed=7"), store)
+    assert HeldOut(other_seed, store, batch=5).measure(model.eval()).loss == pytest.approx(whole.loss, rel=1e-6)
+    assert HeldOut(config, store, seed=1).measure(model).loss != whole.loss
+    each = torch.cat([HeldOut(config, store).losses(model, b, None) for b in HeldOut(config, store).batches()], 1)
+    assert whole.standard_error == pytest.approx(each.mean(0).std().item() / len(store) ** 0.5)
+
+
+def test_what_does_not_fit_the_run_is_refused(tmp_path):
+    config = experiment.fitted_to(settings("data.condition=class"), made(tmp_path / "data", classes=["a", "b"]))
+    check_fits(config, made(tmp_path / "same", classes=["a", "b"]))
+    with pytest.raises(ValueError, match="sample_size is 8 there, got 4"):
+        check_fits(config, made(tmp_path / "small", size=4, classes=["a", "b"]))
+    with pytest.raises(ValueError, match="num_class_embeds is 3 there, got 4"):
+        check_fits(config, made(tmp_path / "more", classes=["a", "b", "c"]))
+    with pytest.raises(ValueError, match="has none"):
+        check_fits(config, made(tmp_path / "none"))
+    with pytest.raises(ValueError, match="2 images or more"):
+        HeldOut(config, made(tmp_path / "again", classes=["a", "b"]), num=1)
+
+
+def test_a_run_logs_it_and_evaluate_finds_the_same(tmp_path):
+    store, unseen = made(tmp_path / "data"), made(tmp_path / "unseen", offset=100)
+    config = settings("train.ema_rates=0.5,0.9")
+    judge = judge_held_out(config, store, unseen, "cpu", num=100, every=2)
+    experiment.train(config, store, tmp_path / "run", device="cpu", judges=[judge], logger="none")
+    rows = {row["step"]: row["held out"] for row in read_metrics(tmp_path / "run") if "held out" in row}
+    assert list(rows) == [2, 4]
+    for rate in (0.5, 0.9):
+        command = ["evaluate", str(tmp_path / "run"), "--data", str(tmp_path / "unseen"), "--loss"]
+        result = CliRunner().invoke(app, [*command, "--ema", str(rate), "--json", "--device", "cpu"])
+        found = json.loads(result.stdout)
+        assert found["loss"] == pytest.approx(rows[4][f"loss at {rate}"], rel=1e-6)
+        assert found["images"] == 12
+
+
+def test_commands_log_and_compare_it(tmp_path):
+    made(tmp_path / "data")
+    made(tmp_path / "unseen", offset=100)
+    changes = [part for s in [*TINY, "train.steps=2"] for part in ("--set", s)]
+    given = ["--data", str(tmp_path / "data"), "--held-out", str(tmp_path / "unseen"), *changes]
+    CliRunner().invoke(
+        app,
+        ["train", "digits", *given, "--held-out-every", "1", "--out", str(tmp_path / "run")],
+        catch_exceptions=False,
+    )
+    assert [row["step"] for row in read_metrics(tmp_path / "run") if "held out" in row] == [1, 2]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Loss on held-out images" in page
+    command = [
+        "compare",
+        "digits",
+        *given,
+        "--scalings",
+        "none,cs:0.5",
+        "--seeds",
+        "0",
+        "--out",
+        str(tmp_path / "all"),
+    ]
+    result = CliRunner().invoke(app, [*command, "--json"], catch_exceptions=False)
+    rows = {row["scaling"]: row for row in json.loads(result.stdout)["rows"]}
+    last = [read_metrics(tmp_path / "all" / f"{name}-seed0")[-1]["held out"]["loss"] for name in ("none", "cs-0.5")]
+    difference = float(rows["cs:0.5"]["less that of none"].split()[0])
+    assert difference == pytest.approx(last[1] - last[0], rel=1e-3)
+    assert rows["none"]["less that of none"] == "–"
