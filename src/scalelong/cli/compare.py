@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "Examples: [bold]scalelong compare[/] (the digits, five minutes on two cores) or "
-    "[bold]scalelong compare cifar10-uvit-xs --data data/mine --held-out data/unseen --scalings none,cs:0.7,ls --seeds 0,1,2[/]"
+    "[bold]scalelong compare cifar10-uvit-xs --data data/mine --held-out data/unseen --scalings none,cs:0.7,ls "
+    "--seeds 0,1,2[/]"
 )
 
 
