@@ -4,12 +4,14 @@ import dataclasses
 import json
 
 import pytest
+import scipy.stats
 from typer.testing import CliRunner
 
 from scalelong import experiment
 from scalelong.cli.main import app
 from scalelong.comparison import Judging
 from scalelong.reproduce import NAMES, fig5, fig7, regimes, reproduction_named
+from scalelong.reproduce.judging import luck
 from scalelong.reproduce.plan import Variant, scalings, small
 from scalelong.reproduce.running import DIVERGED, folders_of, is_done, train_all
 from scalelong.reproduce.writing import conclude, write_data
@@ -94,8 +96,8 @@ FLIPS = {
         "does not hold",
     ),
     "regimes": (
-        cells(none=["diverges", "trains"], CS=["trains", "trains"], LS=["trains", "trains"]),
-        cells(none=["diverges", "trains"], CS=["trains", "trains"], LS=["trains", "spikes"]),
+        cells(none=["diverges"] * 5 + ["trains"], CS=["trains"] * 6, LS=["trains"] * 6),
+        cells(none=["diverges"] * 5 + ["trains"], CS=["trains"] * 6, LS=["trains"] * 5 + ["spikes"]),
         "holds only where the scaling is CS",
     ),
 }  # fmt: skip
@@ -132,6 +134,12 @@ def test_where_a_curve_comes_down_to_a_goal():
     assert fig5.first_reached([100, 200, 300], [10.0, 6.0, 2.0], 4.0) == 250
     assert fig5.first_reached([100, 200], [10.0, 6.0], 20.0) == 100
     assert fig5.first_reached([100, 200], [10.0, 6.0], 5.0) is None
+
+
+def test_luck_is_the_binomial_distribution():
+    assert luck(5, 0) == 1 / 32
+    assert luck(0, 3) == 1
+    assert luck(9, 6) == pytest.approx(scipy.stats.binomtest(9, 15, alternative="greater").pvalue)
 
 
 def test_outcomes_of_a_loss_curve():
