@@ -16,7 +16,7 @@ from scalelong.reproduce.plan import SCALINGS, Data, Folders, Plan, Reproduction
 from scalelong.reproduce.running import DIVERGED
 from scalelong.stability.statements import Check, Statement
 
-DEPTHS, RATES, BATCHES = (4, 12, 20), ("3e-3", "1e-2", "3e-2", "1e-1"), (8, 32)
+DEPTHS, RATES, BATCHES = (4, 12, 20), ("1e-3", "3e-3", "1e-2", "3e-2"), (8, 32)
 NAMES = ("none", "CS", "LS")
 OUTCOMES = ("trains", "has not learned yet", "spikes", "diverges")
 _SPIKE, _LOST = 2.0, 0.5
@@ -134,7 +134,6 @@ REPRODUCTION = Reproduction(
         preset="digits",
         settings=(
             *DIGITS_SETTINGS,
-            "model.changes.identity_final_conv=true",  # else the slow start of the last layer hides the rest
             "train.steps=300",
             "train.sample_every=300",
             "train.checkpoint_every=300",
