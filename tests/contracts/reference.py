@@ -33,6 +33,14 @@ def coefficient(case: Case, spec: str, state: Mapping[str, Tensor], i: int, skip
         return math.prod([float(rest)] * (n - i))
     if name == "scalar":
         return state[f"{case.merges[i]}.skip_scale.scale"]
+    if name == "skip-norm":
+        numbers = skip.flatten(1) if skip.dim() == 4 else skip
+        size = (
+            (numbers.pow(2).sum(-1) / numbers.shape[-1] + 1e-6)
+            .sqrt()
+            .reshape(-1, *(1,) * 3 if skip.dim() == 4 else (skip.shape[1], 1))
+        )
+        return state[f"{case.merges[i]}.skip_scale.gain"] / size
     options = dict(option.split("=") for option in rest.split(",")) if rest else {}
     if skip.dim() == 4:
         pooled, expand = skip.flatten(2).sum(2) / (skip.shape[2] * skip.shape[3]), (..., None, None)

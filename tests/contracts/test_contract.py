@@ -10,7 +10,7 @@ from torch import nn
 import scalelong
 from scalelong.skips import AppliedScaling
 from tests.contracts import reference
-from tests.contracts.zoo import CASES, CONSTANT, EVERY_PLACE, LEARNED, ONE_OF_EACH_KIND, SCALINGS, VARIANTS, Case
+from tests.contracts.zoo import CASES, CONSTANT, EVERY_PLACE, EVERYTHING, LEARNED, ONE_OF_EACH_KIND, VARIANTS, Case
 
 pytestmark = pytest.mark.filterwarnings("ignore:these weights look trained", "ignore:LS with ratio")
 
@@ -20,13 +20,12 @@ def name_of(value):
 
 
 every_place = pytest.mark.parametrize(("case", "placement"), EVERY_PLACE, ids=name_of)
-every_scaling = pytest.mark.parametrize("spec", SCALINGS)
+every_scaling = pytest.mark.parametrize(("case", "placement", "spec"), EVERYTHING, ids=name_of)
 every_scaling_everywhere = pytest.mark.parametrize(
     ("case", "placement", "spec"),
     [
         pytest.param(c, p, s, marks=[pytest.mark.slow] if c.name in VARIANTS and s not in ONE_OF_EACH_KIND else [])
-        for c, p in EVERY_PLACE
-        for s in SCALINGS
+        for c, p, s in EVERYTHING
     ],
     ids=name_of,
 )
@@ -76,7 +75,6 @@ def test_scale_one_is_bitwise_identity(case, placement, spec):
         assert torch.equal(case.call(model), case.call(plain))
 
 
-@every_place
 @every_scaling
 def test_agrees_with_an_independent_computation(case, placement, spec):
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
@@ -105,7 +103,6 @@ def test_removal_restores_everything(case, placement, spec):
     assert scalelong.scaling_of(model) is None
 
 
-@every_place
 @every_scaling
 def test_every_parameter_gets_a_gradient(case, placement, spec):
     plain, model = case.model(), case.model()
@@ -194,6 +191,11 @@ def test_fold_agrees_or_refuses(case, placement, spec):
 def test_keep_function_leaves_the_first_outputs(case, placement, spec):
     plain, model = case.model(torch.float64), case.model(torch.float64)
     before = fingerprint(model)
+    if spec.startswith("skip-norm"):
+        with pytest.raises(ValueError, match="divides each token by its own size"):
+            apply(case, model, spec, placement, keep_function=True)
+        assert fingerprint(model) == before
+        return
     if placement not in case.folds_at and (spec in CONSTANT[1:] or spec.startswith("scalar")):
         with pytest.raises(ValueError, match="normalisation stands between"):
             apply(case, model, spec, placement, keep_function=True)

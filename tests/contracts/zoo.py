@@ -25,8 +25,9 @@ SCALINGS = (
     "scalar:0.6",
     "ie",
     "ie:shared=false",
+    "skip-norm:0.8",
 )
-LEARNED = tuple(s for s in SCALINGS if s.startswith(("ls", "ie", "scalar")))
+LEARNED = tuple(s for s in SCALINGS if s.startswith(("ls", "ie", "scalar", "skip-norm")))
 CONSTANT = tuple(s for s in SCALINGS if s not in LEARNED)
 
 
@@ -254,3 +255,6 @@ CASES = {
 VARIANTS = ("sd15-freeu", "sdxl", "deepfloyd")
 ONE_OF_EACH_KIND = ("none", "cs:0.7", "ls", "ls-per-skip", "scalar:0.6")
 EVERY_PLACE = [(case, placement) for case in CASES.values() for placement in case.placements]
+EVERYTHING = [  # behind a norm there is nothing left for skip-norm to do: it is refused
+    (c, p, s) for c, p in EVERY_PLACE for s in SCALINGS if not (p == "norm" and s.startswith("skip-norm"))
+]

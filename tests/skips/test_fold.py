@@ -46,7 +46,7 @@ print(((got - want).norm() / want.norm()).item())
 
 
 def test_folding_says_why_it_refuses():
-    with pytest.raises(ValueError, match="gate's coefficients depend on the input.*scalelong.load"):
+    with pytest.raises(ValueError, match="depend on the input, as a gate's do.*scalelong.load"):
         scalelong.apply(CASES["uvit"].make(), "ls").fold()
     with pytest.raises(ValueError, match="normalisation stands between.*placement='norm'"):
         scalelong.apply(CASES["unet2d"].make(), "cs:0.7").fold()

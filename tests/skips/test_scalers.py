@@ -76,6 +76,20 @@ def test_gates_pool_and_spread_on_their_axis():
         torch.testing.assert_close(scales[0](skip.flip(dim)), scales[0](skip))
 
 
+@pytest.mark.parametrize(("shape", "sizes"), [(("tokens", 32), (2, 20, 32)), (("nchw", 32), (2, 32, 4, 6))])
+@pytest.mark.parametrize(("dtype", "grown"), [(torch.float64, 1e6), (torch.float32, 1e-2), (torch.float16, 1e3)])
+def test_skip_norm_brings_every_skip_to_its_gain(shape, sizes, dtype, grown):
+    """Whatever a skip grows to: the squares of float16 numbers of 1,000 would overflow."""
+    scales = SkipScales("skip-norm:0.5", 1, layout=shape[0], dtype=dtype)
+    skip = (grown * torch.randn(sizes, dtype=torch.float64)).to(dtype)
+    scaled = scales(skip, 0).double()
+    size = scaled.square().mean(-1 if shape[0] == "tokens" else (1, 2, 3)).sqrt()
+    tolerance = {torch.float64: 1e-9, torch.float32: 2e-2, torch.float16: 2e-3}[dtype]  # 1e-6 counts beside 1e-4
+    torch.testing.assert_close(size, torch.full_like(size, 0.5), rtol=tolerance, atol=0)
+    assert scaled.sub(scaled.mean()).sign().eq(skip.double().sub(skip.double().mean()).sign()).float().mean() > 0.99
+    assert not scales(torch.zeros(sizes, dtype=dtype), 0).any()
+
+
 def test_a_token_gate_refuses_another_size_and_names_ls_channel():
     scales, _ = build_scales(parse_scaling("ls"), [SkipShape("tokens", 32, 20)])
     with pytest.raises(ValueError, match="built for 20 tokens, and this skip has 21.*ls-channel"):

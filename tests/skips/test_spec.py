@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scalelong.skips import CS, IE, LS, LearnedScalar, NoScaling, Uniform, parse_scaling
+from scalelong.skips import CS, IE, LS, LearnedScalar, NoScaling, SkipNorm, Uniform, parse_scaling
 from scalelong.skips.spec import PerSkip
 
 kappas = st.floats(0, 1, exclude_min=True)
@@ -17,6 +17,7 @@ scalings = st.one_of(
     st.builds(LS, st.integers(1, 10**18 - 1), st.sampled_from(["relu", "elu", "mish"]), st.booleans(), axes),
     st.builds(LearnedScalar, st.floats(allow_nan=False, allow_infinity=False)),
     st.builds(IE, st.booleans(), axes),
+    st.builds(SkipNorm, st.floats(0, exclude_min=True, allow_infinity=False)),
 )
 
 
@@ -78,6 +79,8 @@ def test_garbage_behind_a_known_name_too(text):
         ("ie", IE()),
         ("ie:over=channel", IE(over="channel")),
         ("ie:shared=false", IE(shared=False)),
+        ("skip-norm", SkipNorm()),
+        ("skip-norm:0.5", SkipNorm(0.5)),
     ],
 )
 def test_the_shortest_form_of_each(text, scaling):
@@ -133,6 +136,8 @@ def test_a_scaling_passes_through():
         ("per-skip:1,0.7", "plain numbers with / between, got '1,0.7'"),
         ("per-skip:1/2", r"per-skip: κ lies in \(0, 1\], got 2.0"),
         ("ie:over=tokens", "one of paper, channel"),
+        ("skip-norm:0", "positive, got 0.0"),
+        ("skip-norm:x", "one plain number"),
         ("", "unknown scaling"),
     ],
 )

@@ -4,7 +4,7 @@ from scalelong.skips.apply import apply, find_skips, scaling_of
 from scalelong.skips.handle import AppliedScaling
 from scalelong.skips.scalers import SkipScales
 from scalelong.skips.sites import LongSkip, UnsupportedModelError
-from scalelong.skips.spec import CS, IE, LS, LearnedScalar, NoScaling, Scaling, Uniform, parse_scaling
+from scalelong.skips.spec import CS, IE, LS, LearnedScalar, NoScaling, Scaling, SkipNorm, Uniform, parse_scaling
 
 __all__ = [
     "CS",
@@ -15,6 +15,7 @@ __all__ = [
     "LongSkip",
     "NoScaling",
     "Scaling",
+    "SkipNorm",
     "SkipScales",
     "Uniform",
     "UnsupportedModelError",

@@ -11,7 +11,7 @@ from scalelong.skips.attach import adapter_for, attach, attached, build
 from scalelong.skips.handle import AppliedScaling
 from scalelong.skips.scalers import starts_at_identity
 from scalelong.skips.sites import Adapter, LongSkip, UnsupportedModelError, check_placement_name
-from scalelong.skips.spec import ConstantScaling, Scaling, parse_scaling
+from scalelong.skips.spec import ConstantScaling, Scaling, SkipNorm, parse_scaling
 
 
 def find_skips(model: nn.Module) -> list[LongSkip]:
@@ -50,6 +50,8 @@ def apply(
         )
     skips = adapter.find(model)
     _check_placement(adapter, model, skips, placement)
+    if isinstance(scaling, SkipNorm):
+        _check_skip_norm(placement, keep_function)
     factors = fold.compensation(scaling, len(skips)) if keep_function else []
     fold.check_exact(adapter, skips, placement, factors)
     _warn_of_recorded(adapter, model)
@@ -97,6 +99,19 @@ def _check_placement(adapter: Adapter, model: nn.Module, skips: list[LongSkip], 
             f"use placement={adapter.placements[0]!r}."
         )
     adapter.check_placement(skips, placement)
+
+
+def _check_skip_norm(placement: str, keep_function: bool) -> None:
+    if placement == "norm":
+        raise ValueError(
+            "skip-norm brings a skip to one size, which the norm behind the concatenation has done already at "
+            "placement='norm'; use placement='concat', or another scaling."
+        )
+    if keep_function:
+        raise ValueError(
+            "keep_function needs coefficients that can start at 1, and skip-norm divides each token by its own "
+            "size; use a gate ('ls', 'ie') or 'scalar'."
+        )
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

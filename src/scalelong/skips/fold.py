@@ -17,12 +17,12 @@ from scalelong.skips.spec import Scaling
 
 
 def constants_of(scales: Sequence[SkipScale]) -> list[float]:
-    """The coefficients as numbers; gates have none, because theirs depend on the input."""
+    """The coefficients as numbers; there are none where they depend on the input."""
     constants = [number for scale in scales if (number := scale.number()) is not None]
     if len(constants) < len(scales):
         raise ValueError(
-            "a gate's coefficients depend on the input, so they cannot be folded into weights; "
-            "keep the gate (save_pretrained and scalelong.load do), or train with a constant ('cs:0.7')."
+            "coefficients that depend on the input, as a gate's do, cannot be folded into weights; keep the "
+            "scaling (save_pretrained and scalelong.load do), or train with a constant ('cs:0.7')."
         )
     return constants
 

@@ -66,9 +66,7 @@ class AppliedScaling:
                 for scale in scales
             ]
         if not inputs and not named_inputs:
-            raise ValueError(
-                "a gate's coefficients depend on the input: give the model's inputs to coefficients()."
-            )
+            raise ValueError("these coefficients depend on the input: give the model's inputs to coefficients().")
         found = summary.capture_coefficients(self.model, scales, inputs, named_inputs)
         return [coefficient.flatten(1) for coefficient in found]
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.skips.sites import SkipShape
-from scalelong.skips.spec import IE, LS, ConstantScaling, LearnedScalar, Scaling, parse_scaling
+from scalelong.skips.spec import IE, LS, ConstantScaling, LearnedScalar, Scaling, SkipNorm, parse_scaling
 
+_EPS = 1e-6  # a skip of zeros stays one
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "elu": nn.ELU, "mish": nn.Mish}
 
 
@@ -68,6 +69,30 @@ class LearnedScale(SkipScale):
     def forward(self, skip: Tensor) -> Tensor:
         """The number, in the skip's own precision."""
         return self.scale.to(skip.dtype)
+
+
+class NormScale(SkipScale):
+    """A learned gain over the skip's root mean square: of each token, or of each image in a conv net."""
+
+    reads_skip = True
+
+    def __init__(
+        self, shape: SkipShape, gain: float = 1.0, device: Any = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.init = gain
+        self.over = (1, 2, 3) if shape.layout == "nchw" else (2,)
+        self.gain = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Back to the first gain."""
+        nn.init.constant_(self.gain, self.init)
+
+    def forward(self, skip: Tensor) -> Tensor:
+        """[B, N, D] -> [B, N, 1]; [B, C, H, W] -> [B, 1, 1, 1]. Squares of half precision would overflow."""
+        wide = skip if skip.dtype == torch.float64 else skip.float()
+        return (self.gain * (wide.square().mean(self.over, keepdim=True) + _EPS).rsqrt()).to(skip.dtype)
 
 
 class Gate(nn.Module):
@@ -203,6 +228,8 @@ def build_scales(
         return [FixedScale(value) for value in scaling.coefficients(len(shapes))], nn.ModuleDict()
     if isinstance(scaling, LearnedScalar):
         return [LearnedScale(scaling.init, device, dtype) for _ in shapes], nn.ModuleDict()
+    if isinstance(scaling, SkipNorm):
+        return [NormScale(shape, scaling.gain, device, dtype) for shape in shapes], nn.ModuleDict()
     if not isinstance(scaling, (LS, IE)):
         raise TypeError(f"no modules are known for {scaling!r}")
 
@@ -305,7 +332,7 @@ def starts_at_identity(scaling: Scaling, num_skips: int) -> bool:
 
 
 def first_coefficients(scaling: Scaling, num_skips: int) -> tuple[float, ...] | None:
-    """The coefficients before training, where they do not depend on the input; None for gates."""
+    """The coefficients before training, where they do not depend on the input; else None."""
     if isinstance(scaling, ConstantScaling):
         return scaling.coefficients(num_skips)
     if isinstance(scaling, LearnedScalar):

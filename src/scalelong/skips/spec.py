@@ -167,6 +167,27 @@ class LearnedScalar(Scaling):
 
 
 @dataclass(frozen=True)
+class SkipNorm(Scaling):
+    """`skip-norm`, `skip-norm:GAIN` (ours): κ_i = g_i / RMS(x_i), g_i a learned number, GAIN at the start.
+
+    Every token of a skip, or every image of a conv net's, then meets the main path with the same size, however
+    features grow in training.
+    """
+
+    gain: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gain", _finite(self.gain, "skip-norm", "the gain", "skip-norm:1"))
+        if self.gain <= 0:
+            raise ValueError(f"skip-norm: the gain is positive, got {self.gain!r}; try 'skip-norm:1'.")
+
+    def _spellings(self) -> Iterator[str]:
+        yield f"skip-norm:{_print_number(self.gain)}"
+        if self.gain == 1:
+            yield "skip-norm"
+
+
+@dataclass(frozen=True)
 class IE(Scaling):
     """`ie` (Table 2): κ_i = σ(γ_c · GAP(x_i)_c + β_c), one (γ, β) per token or channel, on LS's axis.
 
@@ -352,6 +373,7 @@ _READERS: dict[str, _Constant | _Number | _Numbers | _Options] = {
     "ls-channel": _Options(LS, {"over": "channel"}, _LS_OPTIONS),
     "scalar": _Number(LearnedScalar, "scalar:0.5", default=LearnedScalar()),
     "ie": _Options(IE, {}, _IE_OPTIONS),
+    "skip-norm": _Number(SkipNorm, "skip-norm:1", default=SkipNorm()),
 }
 
 KNOWN_SPECS = (
@@ -366,4 +388,5 @@ KNOWN_SPECS = (
     "ls-channel",
     "scalar[:INIT]",
     "ie",
+    "skip-norm[:GAIN]",
 )

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalelong.skips.scalers import LearnedScale, SkipScale
+from scalelong.skips.scalers import LearnedScale, NormScale, SkipScale
 from scalelong.skips.sites import LongSkip
 
 if TYPE_CHECKING:
@@ -167,6 +167,8 @@ def _advice(skips: Sequence[LongSkip], undone: Sequence[float]) -> str:
 
 
 def _describe(scale: SkipScale) -> str:
+    if isinstance(scale, NormScale):
+        return f"{scale.gain.item():.6g} / RMS" if not scale.gain.is_meta else f"{scale.init:g} / RMS"
     if (number := scale.number()) is None:
         return "gate"
     return f"{number:.6g} (learned)" if isinstance(scale, LearnedScale) else f"{number:.6g}"
