@@ -186,6 +186,11 @@ def test_an_autoencoder_that_was_moved(trained, folder, store, tmp_path, monkeyp
     tiny_kl(seed=1).save_pretrained(tmp_path / "other")
     with pytest.warns(UserWarning, match="has other weights than the one that made this run's latents"):
         run(*args, "--autoencoder", tmp_path / "other")
+    tiny_kl(latent_channels=8).save_pretrained(tmp_path / "wider")
+    code, error = fails(monkeypatch, capsys, *args, "--autoencoder", tmp_path / "wider")
+    assert code == 2
+    assert "has latents of 4×4×8 for images of 8×8, and this run's are 4×4×4: it is another one" in error
+    assert "has other weights" not in error
 
 
 def test_what_does_not_fit_gets_a_sentence(folder, store, tmp_path, monkeypatch, capsys):

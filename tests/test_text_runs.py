@@ -352,6 +352,13 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
     assert checked["images"] == 12
     assert checked["standard_error"] > 0
 
+    told = command("export", run, "--out", tmp_path / "pipe")  # and what it says to type works
+    assert "pipe(prompt='a red picture').images" in told
+    scope = {}
+    typed = told.partition("Use it with: ")[2]
+    exec(typed.replace("pipe(prompt", "images = pipe(num_inference_steps=2, prompt"), scope)
+    assert len(scope["images"]) == 1
+
     # The encoder has moved.
     shutil.move(bert, tmp_path / "moved")
     code, error = fails(monkeypatch, capsys, "sample", run, *grid, "--prompt", "red")

@@ -390,14 +390,12 @@ def draw(
     check_drawing(config, **{key: how[key] for key in asdict(config.sampling)})
     model.eval()
     device = next(model.parameters()).device
-    channels, size = config.model.changes["in_channels"], config.model.changes["sample_size"]
-    height, width = (size, size) if isinstance(size, int) else size
     indices = torch.arange(first, first + count, device=device)
     if config.data.condition == "class":
         labels = indices % num_classes(config) if labels is None else labels.to(device)  # type: ignore[operator]
     if config.data.condition == "text":
         how |= {"context": _context_for(config, context, indices), "null_context": context.null.to(device)}  # type: ignore[union-attr]
-    shape, decoder = (channels, height, width), autoencoder_of(config, str(device))
+    shape, decoder = _drawn_shape(config), autoencoder_of(config, str(device))
     how["clip"] = decoder is None
     drawn = sample(model, process_of(config), indices, shape, seed=seed, labels=labels, **how)
     return drawn if decoder is None else decoder.decoded(drawn)
@@ -414,11 +412,18 @@ def _context_for(config: RunConfig, context: Context | None, indices: Tensor) ->
 
 def autoencoder_of(config: RunConfig, device: str) -> Autoencoder | None:
     """What decodes a run's latents; None for a run on pixels."""
-    return None if config.latents is None else _opened_autoencoder(config.latents, device)
+    return None if config.latents is None else _opened_autoencoder(config.latents, _drawn_shape(config), device)
+
+
+def _drawn_shape(config: RunConfig) -> tuple[int, int, int]:
+    """Channels, height and width of what the network draws."""
+    channels, size = config.model.changes["in_channels"], config.model.changes["sample_size"]
+    height, width = (size, size) if isinstance(size, int) else size
+    return channels, height, width
 
 
 @lru_cache(maxsize=1)
-def _opened_autoencoder(latents: LatentConfig, device: str) -> Autoencoder:
+def _opened_autoencoder(latents: LatentConfig, shape: tuple[int, int, int], device: str) -> Autoencoder:
     try:
         found = load_autoencoder(latents.autoencoder, scale=latents.scaling_factor, device=device)
     except AutoencoderError as error:
@@ -426,6 +431,7 @@ def _opened_autoencoder(latents: LatentConfig, device: str) -> Autoencoder:
             f"{error} This run's latents are decoded by that autoencoder; if it is elsewhere now, say where with "
             "--autoencoder NAME_OR_FOLDER."
         ) from error
+    found.check_latents(shape, latents.image_shape)
     if fingerprint(found.network) != latents.weights:
         warnings.warn(
             f"the autoencoder {found.place} has other weights than the one that made this run's latents.",

@@ -10,22 +10,24 @@ from typing import Any
 
 from scalelong.backbones.uvit import UViT
 from scalelong.data.latents import load_autoencoder
-from scalelong.diffusion.process import VariancePreserving
+from scalelong.diffusion.process import EDM, Flow, VariancePreserving
 from scalelong.diffusion.sampling import scheduler_for
+from scalelong.diffusion.targets import SIGMA_DATA
 from scalelong.experiment import LoadedRun, autoencoder_of, encoder_of, process_of
 from scalelong.saving import load
 from scalelong.skips.apply import scaling_of
 
 INDEX = "model_index.json"
-_SETTINGS = ("num_classes", "null_class", "text_len", "reads_padding", "null_text")
+_SETTINGS = ("num_classes", "null_class", "text_len", "reads_padding", "null_text", "process", "target")
+_SCHEDULERS = ("DDIMScheduler", "EDMDPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
 
 
 def export(run: LoadedRun, out: Path, *, fold: bool = False, text_encoder: str | None = None) -> str:
     """Write the pipeline, whole or not at all, and return the name of its class.
 
-    A stock DDIMPipeline where that computes the same: unconditional, on pixels, and the scaling inside U-ViT or
-    folded into the weights. Else the folder carries `pipeline.py`, for latents their autoencoder, and for text its
-    encoder and tokenizer; `text_encoder` tells where these are now.
+    A stock DDIMPipeline where that computes the same: unconditional, on pixels, neither EDM nor a flow, and the
+    scaling inside U-ViT or folded into the weights. Else the folder carries `pipeline.py`, for latents their
+    autoencoder, and for text its encoder and tokenizer; `text_encoder` tells where these are now.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} already exists; choose another --out, or remove it first.")
@@ -49,14 +51,23 @@ def export(run: LoadedRun, out: Path, *, fold: bool = False, text_encoder: str |
 
 
 def _scheduler(run: LoadedRun) -> Any:
-    """DDIM for the run's process and target."""
+    """DDIM where variance is kept, DPM-Solver++ for EDM, Euler's steps for a flow."""
+    from diffusers import EDMDPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
+
     process = process_of(run.config)
-    if not isinstance(process, VariancePreserving):
-        raise ValueError(
-            f"a run with process={process.name} cannot be exported yet: a pipeline's DDIM scheduler runs "
-            "vp-sde, ddpm, sd and cosine; scalelong sample draws from it."
-        )
+    if isinstance(process, EDM):
+        return EDMDPMSolverMultistepScheduler(sigma_min=0.002, sigma_max=80.0, sigma_data=SIGMA_DATA)
+    if isinstance(process, Flow):
+        return FlowMatchEulerDiscreteScheduler()
     return scheduler_for(process, "ddim", clip=run.config.latents is None)
+
+
+def _process_settings(run: LoadedRun) -> dict[str, Any]:
+    """What DDIM does not know already of the run's process."""
+    process = process_of(run.config)
+    if isinstance(process, VariancePreserving):
+        return {}
+    return {"process": "flow" if isinstance(process, Flow) else process.name, "target": process.target}
 
 
 def _text_parts(run: LoadedRun, place: str | None) -> dict[str, Any]:
@@ -82,10 +93,11 @@ def _pipeline(run: LoadedRun, scheduler: Any, text: dict[str, Any]) -> Any:
 
     model = run.model.cpu()
     keeps_scaling = scaling_of(model) is not None and not isinstance(model, UViT)
-    vae = _vae(run)
-    if run.config.data.condition == "none" and vae is None and not keeps_scaling:
+    vae, process = _vae(run), _process_settings(run)
+    if run.config.data.condition == "none" and vae is None and not keeps_scaling and not process:
         return DDIMPipeline(model, scheduler)
-    return ScaleLongPipeline(model, scheduler, vae, num_classes=run.num_classes, null_class=run.null_class, **text)
+    told = {"num_classes": run.num_classes, "null_class": run.null_class, **text, **process}
+    return ScaleLongPipeline(model, scheduler, vae, **told)
 
 
 def _vae(run: LoadedRun) -> Any:
@@ -125,7 +137,13 @@ def load_pipeline(folder: str | Path) -> Any:
             f"load_pipeline opens what scalelong export wrote, and {folder} holds a {name}; use "
             "diffusers.DiffusionPipeline.from_pretrained."
         )
-    scheduler = diffusers.DDIMScheduler.from_pretrained(folder, subfolder="scheduler")
+    scheduler_name = index["scheduler"][1]
+    if scheduler_name not in _SCHEDULERS:
+        raise ValueError(
+            f"the schedulers of exported pipelines are {', '.join(_SCHEDULERS)}, got {scheduler_name!r} in "
+            f"{folder / INDEX}; export the run again."
+        )
+    scheduler = getattr(diffusers, scheduler_name).from_pretrained(folder, subfolder="scheduler")
     unet = load(folder, subfolder="unet")
     if not ours:
         return diffusers.DDIMPipeline(unet, scheduler)

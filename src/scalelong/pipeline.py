@@ -24,7 +24,8 @@ class ScaleLongPipeline(DiffusionPipeline):
     `num_classes` is None for an unconditional model. `null_class` is the label that stands for none in
     guidance; None where the model was trained without label dropout. `vae` decodes the latents of a model that
     was trained on them. A model on text has its encoder and tokenizer, reads `text_len` tokens, those of padding as
-    zeros unless `reads_padding`, and takes guidance if it learned the empty prompt, `null_text`.
+    zeros unless `reads_padding`, and takes guidance if it learned the empty prompt, `null_text`. `process` is edm
+    or flow where the scheduler is of that kind, and `target` what the model then predicts.
     """
 
     model_cpu_offload_seq = "text_encoder->unet->vae"
@@ -42,6 +43,8 @@ class ScaleLongPipeline(DiffusionPipeline):
         text_len: int | None = None,
         reads_padding: bool = False,
         null_text: bool = False,
+        process: str | None = None,
+        target: str | None = None,
     ):
         super().__init__()
         if "scalelong" in unet.config and not hasattr(unet, "skip_scaling"):
@@ -53,6 +56,7 @@ class ScaleLongPipeline(DiffusionPipeline):
         self.register_modules(unet=unet, scheduler=scheduler, vae=vae, **words)
         self.register_to_config(num_classes=num_classes, null_class=null_class)
         self.register_to_config(text_len=text_len, reads_padding=reads_padding, null_text=null_text)
+        self.register_to_config(process=process, target=target)
 
     @torch.no_grad()
     def __call__(
@@ -79,9 +83,12 @@ class ScaleLongPipeline(DiffusionPipeline):
         shape = (count, self.unet.config.in_channels, height, width)
         image = randn_tensor(shape, generator=generator, device=device, dtype=self.unet.dtype)
         self.scheduler.set_timesteps(num_inference_steps)
+        if self.config.process == "edm":
+            image = image * self.scheduler.init_noise_sigma
         for t in self.progress_bar(self.scheduler.timesteps):
-            noise = self._predict(image, t, told, null, guidance_scale)
-            image = self.scheduler.step(noise, t, image, generator=generator).prev_sample
+            predicted = self._predict(*self._asked(image, t), told, null, guidance_scale)
+            slope = self._stepped_by(predicted, image, t)
+            image = self.scheduler.step(slope, t, image, generator=generator).prev_sample
         image = (self._decoded(image) / 2 + 0.5).clamp(0, 1).float()
         if output_type != "pt":
             image = image.cpu().permute(0, 2, 3, 1).numpy()
@@ -94,6 +101,24 @@ class ScaleLongPipeline(DiffusionPipeline):
             return image
         shift = self.vae.config.get("shift_factor") or 0.0
         return self.vae.decode(image / self.vae.config.scaling_factor + shift).sample
+
+    def _asked(self, image: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the network sees, and the time it is told: 250 ln σ for EDM, 1000 t - 1 for a flow."""
+        if self.config.process == "edm":
+            return self.scheduler.scale_model_input(image, t), 1000 * t
+        return image, t - 1 if self.config.process == "flow" else t
+
+    def _stepped_by(self, predicted: torch.Tensor, image: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """The prediction as the scheduler takes it: EDM's F, a flow's velocity ε - x_0, DDIM's any target."""
+        process, target = self.config.process, self.config.target
+        if process == "flow" and target == "x0":
+            return (image - predicted) / (t / self.scheduler.config.num_train_timesteps)
+        if process != "edm" or target == "edm":
+            return predicted
+        sigma, spread = torch.exp(4 * t), self.scheduler.config.sigma_data  # the scheduler's t is ¼ ln σ
+        clean = predicted if target == "x0" else image - sigma * predicted
+        r = (sigma**2 + spread**2).sqrt()
+        return (clean - (spread / r) ** 2 * image) * r / (sigma * spread)
 
     def _predict(self, image: torch.Tensor, t: Any, told: Any, null: Any, w: float) -> torch.Tensor:
         if w == 1:

@@ -143,6 +143,7 @@ def test_celeba_is_recognised_by_its_folder(celeba):
             r"lacks 1 of the 5 .*000002.jpg\); unpack",
         ),
         (lambda d: (d / "list_eval_partition.txt").write_text("8\n"), {}, "'000001.jpg 0', got '8' in line 1"),
+        (lambda d: (d / "list_eval_partition.txt").write_bytes(b"\xff\n"), {}, "'000001.jpg 0', got '.' in line 1"),
         (lambda d: [f.unlink() for f in (d / "img_align_celeba").iterdir()], {}, "holds no .jpg; unpack"),
         (lambda d: (d / "img_align_celeba").rename(d / "pictures"), {}, "has no folder img_align_celeba; unpack"),
     ],
@@ -291,6 +292,8 @@ def rewrite(**arrays):
         (cut, "train_data_batch_3.npz is no whole npz file .*cut short or damaged"),
         (damage, "train_data_batch_3.npz is no whole npz file .*cut short or damaged"),
         (rewrite(data=npz_rows(3)[0]), "train_data_batch_3.npz is no whole npz file with data and labels"),
+        (rewrite(data=npz_rows(3)[0], labels=["a", "b", "c"]), r"a row of whole numbers, got <U1 of shape \(3,\)"),
+        (rewrite(data=npz_rows(3)[0], labels=[[1, 2, 3]]), r"a row of whole numbers, got int64 of shape \(1, 3\)"),
         (rewrite(data=npz_rows(3)[0], labels=[0, 1, 2]), r"labels .* are 1 … 1000, got 0 … 2"),
         (
             rewrite(data=np.zeros((3, 3072), np.uint8), labels=[1, 2, 3]),

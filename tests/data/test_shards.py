@@ -193,6 +193,12 @@ def test_bad_samples_are_named_and_skipped(tars, tmp_path, members, says):
     assert not list(tmp_path.glob("*other*"))
 
 
+def test_why_a_sample_was_skipped_is_the_same_each_time(tmp_path):
+    write_tar(tmp_path / "one" / "a.tar", [*sample(0), *sample(1), ("z.png", b"no image"), ("z.cls", b"0")])
+    skipped = [index(tmp_path / "one", tmp_path / name).manifest.skipped for name in "ab"]
+    assert skipped[0] == skipped[1] == ["a.tar/z: UnidentifiedImageError: cannot identify image file"]
+
+
 def test_keys_end_at_the_first_dot_and_folders_belong_to_them(tmp_path):
     write_tar(
         tmp_path / "a.tar",

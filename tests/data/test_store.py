@@ -49,7 +49,7 @@ def test_broken_images_are_named_and_skipped_but_not_many(tmp_path):
     assert len(store) == 198
     assert store.manifest.skipped == ["file 7: OSError: cut short", "file 11: OSError: cut short"]
     np.testing.assert_array_equal(store.images[7], next(i for i in source().items() if i.name == "file 8").image)
-    with pytest.raises(SourceError, match="3 of 200 images could not be read, more than 1%; the first:\n  file 0"):
+    with pytest.raises(SourceError, match="3 of 200 images could not be read, more than 1%; mend .*\n  file 0"):
         prepare(source(200, broken=(0, 1, 2)), tmp_path / "other")
     assert not list(tmp_path.glob("*other*"))
 
@@ -251,3 +251,9 @@ def test_labels_that_are_not_there_are_asked_for(tmp_path):
     unlabelled = prepare(source(classes=None), tmp_path / "store")
     with pytest.raises(ValueError, match="has none; prepare it from class subfolders"):
         Loader(unlabelled, seed=0, label_dropout=0.1)
+
+
+def test_a_store_is_as_open_to_others_as_a_folder_made_by_hand(tmp_path):
+    (tmp_path / "by hand").mkdir()
+    prepare(source(), tmp_path / "store")
+    assert (tmp_path / "store").stat().st_mode == (tmp_path / "by hand").stat().st_mode

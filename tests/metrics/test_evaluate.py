@@ -88,3 +88,9 @@ def test_features_of_another_network_have_another_name(tmp_path):
     names = {InceptionFeatures.name, *(inception_name(tmp_path / name) for name in ("one.pt", "two.pt"))}
     assert len(names) == 3
     assert InceptionFeatures(tmp_path / "one.pt").name == inception_name(tmp_path / "one.pt")
+
+
+def test_pixels_of_large_images_are_refused_before_a_covariance_of_all_of_them():
+    assert PixelFeatures()(torch.zeros(2, 3, 32, 32)).shape == (2, 3072)
+    with pytest.raises(ValueError, match=r"at most 3,072 numbers .* got 12,288; use --features inception"):
+        PixelFeatures()(torch.zeros(2, 3, 64, 64))

@@ -4,7 +4,7 @@ from torch import nn
 
 from scalelong import experiment
 from scalelong.training.ema import move_averages
-from scalelong.training.posthoc import PROFILES, PowerEMA, Profile, combination, gamma_of
+from scalelong.training.posthoc import PROFILES, PowerEMA, Profile, combination, gamma_of, missed
 from tests.training.test_fit import config, same, store, tensors_of  # noqa: F401 - a fixture
 
 
@@ -44,6 +44,22 @@ def test_what_was_kept_is_its_own_reconstruction():
     assert combination(kept, kept[4]) == pytest.approx([0, 0, 0, 0, 1, 0], abs=1e-6)
 
 
+def test_what_cannot_be_made_of_the_snapshots_is_measured():
+    kept = [Profile(t, gamma_of(width)) for t in (25, 50, 75, 100) for width in PROFILES]
+    tau = (torch.arange(400_000, dtype=torch.float64) + 0.5) / 4000  # 0 … 100
+
+    def density(p):
+        return torch.where(tau < p.t, (p.gamma + 1) / p.t * (tau / p.t) ** p.gamma, 0.0)
+
+    for width, least, most in ((0.07, 0, 0.01), (0.005, 0.5, 1)):
+        wanted = Profile(100, gamma_of(width))
+        weights = combination(kept, wanted)
+        made = sum(float(w) * density(p) for w, p in zip(weights, kept, strict=True))
+        share = ((made - density(wanted)).square().sum() / density(wanted).square().sum()).item()
+        assert least < share < most
+        assert missed(kept, weights, wanted) == pytest.approx(share, rel=1e-3)
+
+
 @pytest.mark.parametrize("width", [0.06, 0.08, 0.12])
 def test_any_width_is_near_the_average_that_was_tracked_directly(width):
     torch.manual_seed(0)
@@ -77,6 +93,8 @@ def test_a_run_keeps_snapshots_and_resumes_exactly(store, tmp_path):  # noqa: F8
     _, tensors = tensors_of(tmp_path / "straight")
     for name, tensor in loaded.model.state_dict().items():
         torch.testing.assert_close(tensor, tensors[f"ema-power-0.1/{name}"], rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match=r"3 snapshots of .* width 0\.001: \d\d% of it would be missed"):
+        experiment.load_run(tmp_path / "straight", posthoc_width=0.001, device="cpu")
     with pytest.raises(ValueError, match="--ema or --posthoc-ema"):
         experiment.load_run(tmp_path / "straight", posthoc_width=0.1, ema_rate=0.9)
     experiment.train(config("train.steps=1"), store, tmp_path / "plain", device="cpu")

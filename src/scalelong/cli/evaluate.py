@@ -73,7 +73,7 @@ def evaluate(
     """
     from scalelong import experiment
     from scalelong.metrics.evaluate import quality_of, reference_of, statistics_folder
-    from scalelong.metrics.features import check_kind, features_named
+    from scalelong.metrics.features import check_images, check_kind, features_named
     from scalelong.world import joined, local_device, rank_and_size
 
     check_kind(features, inception)
@@ -98,6 +98,7 @@ def evaluate(
         if caption_check:
             _check_captions(run, loaded, store, seed, batch, as_json)
             return
+        check_images(features, store.manifest.height * store.manifest.width * store.manifest.channels)
         if dry_run:
             planned = evaluation_plan(loaded, store, features, inception, settings, num=num, batch=batch, **how)
             plan = {"run": str(run), **planned}

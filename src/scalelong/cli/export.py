@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from scalelong.cli.common import print_result
+
+if TYPE_CHECKING:
+    from scalelong.experiment import LoadedRun
 
 EXAMPLES = "Example: [bold]scalelong export runs/mine --out my_pipeline --fold[/]"
 
@@ -40,5 +43,13 @@ def export(
         {"out": str(out), "pipeline": pipeline, "step": loaded.step, "ema": loaded.ema_rate, "folded": fold},
         as_json,
         f"{out}: a {pipeline} of step {loaded.step:,}, averaged at {loaded.ema_rate}. "
-        f"Use it with: import scalelong; pipe = scalelong.load_pipeline({str(out)!r}); pipe(batch_size=4).images",
+        f"Use it with: import scalelong; pipe = scalelong.load_pipeline({str(out)!r}); "
+        f"pipe({_asked_for(loaded)}).images",
     )
+
+
+def _asked_for(run: LoadedRun) -> str:
+    """What the pipeline of such a run is called with."""
+    if run.text is not None:
+        return f"prompt={run.text.captions[0]!r}"
+    return "batch_size=4" if run.num_classes is None else "class_labels=[0, 1]"

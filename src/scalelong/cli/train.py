@@ -60,7 +60,7 @@ def train(
     """Train a preset on prepared data. Ctrl-C saves and stops; the same command goes on."""
     from scalelong import experiment
     from scalelong.config import with_overrides
-    from scalelong.metrics.features import check_kind
+    from scalelong.metrics.features import check_images, check_kind
     from scalelong.presets import run_preset
     from scalelong.training.trackers import check_logger
 
@@ -72,6 +72,8 @@ def train(
     device = experiment.usable_device(device)
     with opened_data(data, dry_run, preset) as store:
         config = experiment.with_autoencoder(experiment.fitted_to(config, store), autoencoder)
+        if evaluate_every is not None:
+            check_images(features, store.manifest.height * store.manifest.width * store.manifest.channels)
         _say_null_class(config, run_preset(preset).data.label_dropout)
         if dry_run:
             plan = training_plan(config, store, out, device)

@@ -63,7 +63,8 @@ def _celeba_split(images: Path, folder: Path, split: str) -> list[str]:
             f"which images belong to {split} stands in {CELEBA_PARTITION}, and {folder} has none; put it beside "
             f"{CELEBA_FOLDER}, or take every image with --split all."
         )
-    rows = [line.split() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    text = file.read_text(encoding="utf-8", errors="replace")  # what is no text is shown in the line that has it
+    rows = [line.split() for line in text.splitlines() if line.strip()]
     for number, row in enumerate(rows, 1):
         if len(row) != 2 or row[1] not in _CELEBA_SPLITS.values():
             raise SourceError(f"{file} has lines such as '000001.jpg 0', got {' '.join(row)!r} in line {number}.")
@@ -183,7 +184,12 @@ def _npz_labels(file: Path) -> np.ndarray[Any, Any]:
             labels = np.asarray(arrays["labels"])
     except (zipfile.BadZipFile, EOFError, OSError, KeyError, ValueError) as error:
         raise _broken_npz(file, error) from error
-    if labels.ndim != 1 or labels.min(initial=1) < 1 or labels.max(initial=1) > 1000:
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise SourceError(
+            f"{file}: the labels of the downsampled ImageNet are a row of whole numbers, got {labels.dtype} of "
+            f"shape {labels.shape}; unpack it again."
+        )
+    if labels.min(initial=1) < 1 or labels.max(initial=1) > 1000:
         raise SourceError(
             f"{file}: the labels of the downsampled ImageNet are 1 … 1000, got {labels.min()} … {labels.max()}."
         )

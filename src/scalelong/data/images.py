@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -84,7 +85,8 @@ class Decoder:
         try:
             return Item(name, self(data), label, **more)
         except Exception as error:  # Pillow raises whatever its decoders do
-            return Item(name, None, label, f"{type(error).__name__}: {error}")
+            reason = re.sub(r" <_io\.BytesIO.*>$", "", str(error))  # an address in memory, another one each time
+            return Item(name, None, label, f"{type(error).__name__}: {reason}")
 
 
 def as_captions(found: Any) -> tuple[str, ...]:

@@ -106,6 +106,17 @@ class Autoencoder:
                 f"{max(factor, round(min(height, width) / factor) * factor)}."
             )
 
+    def check_latents(self, latents: tuple[int, int, int], images: tuple[int, int, int]) -> None:
+        """Refuse to decode latents [C', h, w] that are not those of images [H, W, C]."""
+        (height, width, _), factor = images, self.downsampling
+        made = (self.channels, height // factor, width // factor)
+        if made != latents:
+            ours, theirs = ("{2}×{1}×{0}".format(*shape) for shape in (made, latents))
+            raise AutoencoderError(
+                f"the autoencoder {self.place} has latents of {ours} for images of {width}×{height}, and this "
+                f"run's are {theirs}: it is another one; give the one that made them, with --autoencoder."
+            )
+
     @torch.no_grad()
     def moments(self, pixels: Tensor) -> Tensor:
         """Pixels [B, H, W, C] of 0 … 255 -> [B, 2, 2 C', h, w]: as they are and flipped, means and deviations.

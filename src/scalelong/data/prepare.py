@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -63,8 +63,9 @@ def prepare(
         what = "a prepared dataset" if (out / MANIFEST).is_file() else "something else"
         raise SourceError(f"{out} already holds {what}; choose another --out, or remove it first.")
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that the last step is a rename on one filesystem.
-    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
+    # Beside the target, so that the last step is a rename on one filesystem; readable for whom others' folders are.
+    work = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:8]}"
+    work.mkdir()
     try:
         _fill(work, out, source, progress, text_encoder, text_progress, autoencoder, latents_only)
         sync_folder(work)
@@ -256,6 +257,6 @@ def _check_skipped(skipped: list[str], count: int) -> None:
     if len(skipped) > max(1, MAX_SKIPPED * count):
         shown = "\n  ".join(skipped[:5])
         raise SourceError(
-            f"{len(skipped)} of {count} images could not be read, more than {MAX_SKIPPED:.0%}; the first:\n"
-            f"  {shown}"
+            f"{len(skipped)} of {count} images could not be read, more than {MAX_SKIPPED:.0%}; mend or remove "
+            f"them. The first:\n  {shown}"
         )

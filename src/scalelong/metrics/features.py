@@ -12,6 +12,8 @@ from torch import Tensor
 from scalelong.data.files import sha256
 from scalelong.metrics.weights import SHA256, find_inception
 
+MOST_PIXELS = 32 * 32 * 3
+
 
 class Features(Protocol):
     """Images [B, C, H, W] in [-1, 1] to features [B, D]; `name` says which, for the protocol and the cache."""
@@ -30,6 +32,7 @@ class PixelFeatures:
 
     def __call__(self, images: Tensor) -> Tensor:
         """[B, C·H·W]."""
+        check_images(self.name, images.shape[1:].numel())
         return images.flatten(1).double()
 
 
@@ -77,6 +80,15 @@ def check_kind(kind: str, inception: Path | None) -> None:
         raise ValueError(f"--features is inception or pixels, got {kind!r}.")
     if kind == "pixels" and inception is not None:
         raise ValueError("--inception is not used with --features pixels; leave one of them out.")
+
+
+def check_images(kind: str, numbers: int) -> None:
+    """Refuse images of so many numbers that a covariance of all of them could not be had in reasonable time."""
+    if kind == "pixels" and numbers > MOST_PIXELS:
+        raise ValueError(
+            f"--features pixels is for tiny images, of at most {MOST_PIXELS:,} numbers (32×32×3), got {numbers:,}; "
+            "use --features inception."
+        )
 
 
 def features_named(kind: str, inception: Path | None, device: str) -> Features:

@@ -20,6 +20,7 @@ from scalelong.training.ema import EMA
 
 PROFILES = (0.05, 0.10)  # the widths that are tracked
 SNAPSHOTS = "posthoc"
+_MOST_MISSED = 0.1
 
 
 def gamma_of(sigma_rel: float) -> float:
@@ -72,6 +73,13 @@ def combination(kept: Sequence[Profile], wanted: Profile) -> np.ndarray:
     return np.linalg.lstsq(scaled, target / scale, rcond=1e-12)[0] / scale
 
 
+def missed(kept: Sequence[Profile], weights: np.ndarray, wanted: Profile) -> float:
+    """∫ (p - q)² / ∫ p²: how far the weighted sum q of what was kept is from the wanted profile p."""
+    products = np.array([[a.dot(b) for b in kept] for a in kept])
+    target = np.array([a.dot(wanted) for a in kept])
+    return float(1 + (weights @ products @ weights - 2 * weights @ target) / wanted.dot(wanted))
+
+
 def reconstruct(run: Path, sigma_rel: float) -> tuple[dict[str, Tensor], int]:
     """The average of width `sigma_rel` at the newest snapshot of a run, and that snapshot's step."""
     gamma_of(sigma_rel)
@@ -82,7 +90,15 @@ def reconstruct(run: Path, sigma_rel: float) -> tuple[dict[str, Tensor], int]:
         )
     snapshots = [checkpoint.load(folder) for folder in folders]
     kept = [Profile(s.step, gamma_of(width)) for s in snapshots for width in PROFILES]
-    weights = iter(combination(kept, Profile(snapshots[-1].step, gamma_of(sigma_rel))))
+    wanted = Profile(snapshots[-1].step, gamma_of(sigma_rel))
+    found = combination(kept, wanted)
+    if (share := missed(kept, found, wanted)) > _MOST_MISSED:
+        raise ValueError(
+            f"the {len(snapshots)} snapshots of {run} do not make an average of width {sigma_rel}: {share:.0%} of "
+            f"it would be missed. Take a width nearer to {PROFILES[0]} … {PROFILES[1]}, or train with a smaller "
+            "train.posthoc_every."
+        )
+    weights = iter(found)
     total: dict[str, Tensor] = {}
     for snapshot in snapshots:
         for width in PROFILES:
