@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 
 from scalelong import experiment
+from scalelong.data import prepare
 from scalelong.training.log import read_metrics
 from tests.training.test_fit import config, store  # noqa: F401 - a fixture
 
@@ -119,11 +120,11 @@ def test_without_a_path_the_digits_are_prepared_once(tmp_path, monkeypatch):
 
 def test_two_processes_may_prepare_the_digits_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    real = experiment.prepare
+    real = prepare.prepare
 
     def slower(source, out):
         real(source, out)  # the other process
         return real(source, out)  # finds its place taken
 
-    monkeypatch.setattr(experiment, "prepare", slower)
+    monkeypatch.setattr(prepare, "prepare", slower)
     assert len(experiment.open_data(None)) == 1797

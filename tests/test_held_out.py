@@ -139,3 +139,17 @@ def test_commands_log_and_compare_it(tmp_path):
     difference = float(rows["cs:0.5"]["less that of none"].split()[0])
     assert difference == pytest.approx(last[1] - last[0], rel=1e-3)
     assert rows["none"]["less that of none"] == "–"
+
+
+def test_large_images_are_compared_without_pixel_distances(tmp_path):
+    """A covariance of all their pixels would take minutes; their loss does not."""
+    made(tmp_path / "data", size=64)
+    made(tmp_path / "unseen", size=64, offset=100)
+    changes = [part for s in [*TINY, "model.changes.patch_size=16", "train.steps=1"] for part in ("--set", s)]
+    given = ["--data", str(tmp_path / "data"), "--held-out", str(tmp_path / "unseen"), *changes]
+    command = ["compare", "digits", *given, "--scalings", "none", "--seeds", "0", "--out", str(tmp_path / "all")]
+    result = CliRunner().invoke(app, [*command, "--json"], catch_exceptions=False)
+    assert float(json.loads(result.stdout)["rows"][0]["held-out loss"].split()[0]) > 0
+    assert not any("quality" in row for row in read_metrics(tmp_path / "all" / "none-seed0"))
+    refused = CliRunner().invoke(app, [*command, "--features", "pixels", "--dry-run"])
+    assert "tiny images" in str(refused.exception)

@@ -35,11 +35,14 @@ DIGITS_SETTINGS = (
 
 @dataclass(frozen=True)
 class Judging:
-    """How samples are judged as a run trains: on which features, from how many, drawn in how many steps."""
+    """How runs are judged as they train.
+
+    Samples on which features ("none" for no samples), how many, drawn in how many steps (None: as the run says).
+    """
 
     features: str = "pixels"
     num: int = 256
-    steps: int = 20
+    steps: int | None = 20
     every: int | None = None  # by default whenever pictures are drawn
     held_out: Path | None = None  # prepared images that are not trained on, for their loss
 
@@ -85,9 +88,10 @@ def run_one(member: Member, data: Path) -> bool:
     store, how = open_store(data), member.judging
     if how is None:
         return experiment.train(member.config, store, member.folder)
-    device = experiment.default_device()
-    features = features_named(how.features, None, device)
-    judges = [judge_quality(member.config, store, features, num=how.num, steps=how.steps, every=how.every)]
+    device, judges = experiment.default_device(), []
+    if how.features != "none":
+        features = features_named(how.features, None, device)
+        judges.append(judge_quality(member.config, store, features, num=how.num, steps=how.steps, every=how.every))
     if how.held_out is not None:
         unseen = open_store(how.held_out)
         judges.append(judge_held_out(member.config, store, unseen, device, num=HELD_OUT_NUM, every=how.every))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -123,3 +124,22 @@ def joined(device: str) -> Iterator[World]:
     # After an error the process just ends: taking leave would wait for the others, who wait for it.
     if not already:
         dist.destroy_process_group()
+
+
+def usable_device(device: str | None) -> str:
+    """The device asked for, if it is there; by default the GPU where there is one."""
+    if device is None:
+        return default_device()
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"the device is cpu, cuda or cuda:N, got {device!r}.")
+    count = torch.cuda.device_count()
+    if device != "cpu" and int(device.removeprefix("cuda").lstrip(":") or 0) >= count:
+        raise ValueError(f"this machine has {count} GPUs that torch can use, got {device!r}; try cpu.")
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)
+    return device
+
+
+def default_device() -> str:
+    """The GPU, where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

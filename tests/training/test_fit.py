@@ -1,9 +1,11 @@
 """Real training runs of seconds, on the real digits."""
 
+import gc
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -293,6 +295,22 @@ def test_moments_lie_in_memory_as_their_parameters_do(store, tmp_path):
         state = second.stepper.optimiser.state[q]
         assert state["exp_avg"].stride() == q.stride()
         assert torch.equal(p, q)
+
+
+def test_a_run_that_is_done_lets_its_data_go(store, tmp_path, monkeypatch):
+    """On a GPU its copy of the images would stay there through the next run."""
+    made = []
+    begin = Loader.__init__
+    monkeypatch.setattr(
+        Loader, "__init__", lambda self, *a, **k: (begin(self, *a, **k), made.append(weakref.ref(self)))[0]
+    )
+    gc.disable()
+    try:
+        experiment.train(config("train.steps=1"), store, tmp_path / "run", logger="none")
+    finally:
+        gc.enable()
+    assert made
+    assert not any(loader() for loader in made)
 
 
 def test_an_event_that_fails_costs_no_training_and_is_made_up_for(store, tmp_path):

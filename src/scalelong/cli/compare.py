@@ -14,6 +14,7 @@ from scalelong.cli.plan import comparison_plan, comparison_text, opened_data
 
 if TYPE_CHECKING:
     from scalelong.comparison import Member
+    from scalelong.data.store import Store
 
 EXAMPLES = (
     "Examples: [bold]scalelong compare[/] (the digits, five minutes on two cores) or "
@@ -35,6 +36,11 @@ def compare(
         Path | None,
         typer.Option(help="Compare the loss on this prepared data, which no run is trained on, seed by seed."),
     ] = None,
+    features: Annotated[
+        str | None,
+        typer.Option(help="Judge samples on pixels or inception, or none; by default pixels up to 32×32."),
+    ] = None,
+    evaluate_num: Annotated[int, typer.Option(min=4, help="From how many samples.")] = 256,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
@@ -52,11 +58,11 @@ def compare(
         _check_shared(setting)
     small = DIGITS_SETTINGS if preset == "digits" else ()
     base = with_overrides(run_preset(preset), [*small, *(settings or [])])
-    judging = Judging(held_out=held_out)
-    group = members(base, split(scalings, "--scalings"), seeds_of(seeds), out, judging)
     device = experiment.default_device()
-    workers = min(len(group), default_workers(device))
     with opened_data(data, dry_run) as store:
+        judging = Judging(**_sampled(features, evaluate_num, store), held_out=held_out)
+        group = members(base, split(scalings, "--scalings"), seeds_of(seeds), out, judging)
+        workers = min(len(group), default_workers(device))
         plan = comparison_plan(
             group, store, out, workers, device
         )  # what is wrong with any run is told before the first
@@ -75,6 +81,20 @@ def compare(
     rows = summary_rows(by_scaling(runs))
     _print_table(rows, as_json)
     print_result({"report": str(report), "rows": rows}, as_json, f"The report with all curves: {report}")
+
+
+def _sampled(features: str | None, num: int, store: Store) -> dict[str, Any]:
+    """How samples are judged: on pixels where these are few, unless told."""
+    from scalelong.metrics.features import MOST_PIXELS, check_images, check_kind
+
+    manifest = store.manifest
+    numbers = manifest.height * manifest.width * manifest.channels
+    if features is None:
+        features = "pixels" if numbers <= MOST_PIXELS else "none"
+    if features != "none":
+        check_kind(features, None)
+        check_images(features, numbers)
+    return {"features": features, "num": num, "steps": 20 if features == "pixels" else None}
 
 
 def report(

@@ -17,6 +17,7 @@ import torch
 from scalelong.data.files import sha256, sync, sync_folder
 from scalelong.data.images import Image, Item, Source, SourceError, in_threads
 from scalelong.data.latents import Autoencoder, as_float16, images_at_once
+from scalelong.data.sources import digits
 from scalelong.data.store import (
     CAPTIONS,
     FORMAT,
@@ -260,3 +261,21 @@ def _check_skipped(skipped: list[str], count: int) -> None:
             f"{len(skipped)} of {count} images could not be read, more than {MAX_SKIPPED:.0%}; mend or remove "
             f"them. The first:\n  {shown}"
         )
+
+
+def open_data(path: Path | None) -> Store:
+    """A prepared dataset; without a path the digits, prepared once in the user's cache folder."""
+    if path is not None:
+        return open_store(path)
+    cached = digits_folder()
+    try:
+        return open_store(cached) if cached.is_dir() else prepare(digits(), cached)
+    except (SourceError, OSError):
+        if cached.is_dir():  # another process was faster
+            return open_store(cached)
+        raise
+
+
+def digits_folder() -> Path:
+    """Where the digits are kept, once they were prepared."""
+    return Path("~/.cache/scalelong/digits").expanduser()

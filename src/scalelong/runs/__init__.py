@@ -1,0 +1,1 @@
+"""One run: the parts it is made of, its folder, its samples."""

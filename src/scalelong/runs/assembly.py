@@ -1,0 +1,117 @@
+"""What a config and its data make: the loader, the noise process, the network."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from scalelong.backbones.build import build
+from scalelong.config import LatentConfig, RunConfig
+from scalelong.data.contexts import info_of
+from scalelong.data.loader import Loader, latent_space
+from scalelong.data.store import Store
+from scalelong.diffusion.process import Process, process_named
+from scalelong.presets import model_preset
+
+
+def loader_for(config: RunConfig, store: Store, device: str) -> Loader:
+    """The run's stream of images, with labels or contexts where it is conditional."""
+    condition, dropout = config.data.condition, config.data.label_dropout
+    return Loader(
+        store,
+        seed=config.train.seed,
+        device=device,
+        flip=config.data.flip,
+        label_dropout=dropout if condition == "class" else None,
+        text_dropout=dropout if condition == "text" else None,
+        latents=config.data.space == "latents",
+    )
+
+
+def fitted_to(config: RunConfig, store: Store) -> RunConfig:
+    """The config with what the data decides: size, channels, number of classes, shape of contexts, latents."""
+    process_of(config)  # its parts fit each other, or a sentence
+    config = replace(config, latents=_latents_of(config, store))
+    seen = store.manifest if config.latents is None else store.manifest.latents
+    assert seen is not None
+    size: Any = seen.height if seen.height == seen.width else [seen.height, seen.width]
+    changes = {**config.model.changes, "sample_size": size, "in_channels": seen.channels}
+    if config.model.preset.endswith("unet"):
+        changes["out_channels"] = seen.channels
+    if config.data.condition == "class":
+        if not store.num_classes:
+            raise ValueError(f"data.condition=class needs labels, and {store.folder} has none.")
+        changes["num_class_embeds"] = store.num_classes + (config.data.label_dropout > 0)  # the last one is null
+    changes |= _text_changes(config, store)
+    return replace(config, model=replace(config.model, changes=changes))
+
+
+def _text_changes(config: RunConfig, store: Store) -> dict[str, Any]:
+    """The width and number of the text tokens that the network is built for; none where it reads no text."""
+    preset, asked = model_preset(config.model.preset), config.model.changes
+    if config.data.condition != "text":
+        if preset.backbone == "text-unet":
+            raise ValueError(f"{config.model.preset} reads text; data.condition is text for it.")
+        return {"cross_attention_dim": None} if "cross_attention_dim" in preset.config else {}
+    if preset.backbone == "unet":
+        raise ValueError(f"{config.model.preset} has no place for text; take coco-unet or a U-ViT.")
+    info = info_of(store)
+    found = {"cross_attention_dim": info.width} | ({"text_len": info.length} if preset.backbone == "uvit" else {})
+    for name, value in found.items():
+        if asked.get(name, value) != value:
+            raise ValueError(
+                f"model.changes.{name} is {asked[name]}, and the contexts in {store.folder} are {info.length} "
+                f"tokens of width {info.width} from {info.encoder}; leave the setting out."
+            )
+    return found
+
+
+def _latents_of(config: RunConfig, store: Store) -> LatentConfig | None:
+    """What the run has to remember of its store's latents. An autoencoder that was moved is not moved back."""
+    if config.data.space == "pixels":
+        return None
+    manifest = store.manifest
+    space = latent_space(store)
+    return LatentConfig(
+        autoencoder=config.latents.autoencoder if config.latents is not None else space.autoencoder,
+        weights=space.weights,
+        scaling_factor=space.scaling_factor,
+        shift_factor=space.shift_factor,
+        image_shape=(manifest.height, manifest.width, manifest.channels),
+    )
+
+
+def process_of(config: RunConfig) -> Process:
+    """The run's noise process, with what is learned of it."""
+    return process_named(config.process, config.target, config.weighting)
+
+
+def build_model(config: RunConfig, device: str = "cpu") -> nn.Module:
+    """The network with its scaling. The seed decides the weights, on any device; gates are drawn after them."""
+    torch.manual_seed(config.train.seed)
+    with torch.device("meta") if device == "meta" else contextlib.nullcontext():
+        try:
+            model = build(
+                config.model.preset,
+                scaling=config.model.scaling,
+                placement=config.model.placement,
+                **config.model.changes,
+            )
+        except TypeError as error:
+            raise ValueError(f"model.changes does not suit {config.model.preset} ({error}).") from error
+    if config.train.checkpoint_activations:
+        model.enable_gradient_checkpointing()  # type: ignore[operator]
+    if device.startswith("cuda") and model_preset(config.model.preset).backbone != "uvit":
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # convolutions' own order
+    return model.to(device)
+
+
+def num_classes(config: RunConfig) -> int | None:
+    """How many classes a run that was fitted to its data knows, the null class left out."""
+    if config.data.condition != "class":
+        return None
+    return int(config.model.changes["num_class_embeds"]) - (config.data.label_dropout > 0)

@@ -1,0 +1,171 @@
+"""Samples of a run: what it is asked for, drawn and decoded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from scalelong.config import LatentConfig, RunConfig
+from scalelong.data.contexts import Context, KeptText, check_same_encoder
+from scalelong.data.latents import Autoencoder, AutoencoderError, fingerprint, load_autoencoder
+from scalelong.diffusion.sampling import check_request, sample
+from scalelong.runs.assembly import num_classes, process_of
+from scalelong.world import default_device
+
+if TYPE_CHECKING:
+    from scalelong.data.text import TextEncoder
+
+
+def draw(
+    config: RunConfig,
+    model: nn.Module,
+    count: int,
+    *,
+    seed: int = 0,
+    first: int = 0,
+    labels: Tensor | None = None,
+    context: Context | None = None,
+    **how: Any,
+) -> Tensor:
+    """Samples `first` … `first + count - 1` of a seed: [count, C, H, W] in [-1, 1], latents decoded.
+
+    A class-conditional model without labels draws each class in turn. A text model needs a context, whose texts it
+    draws in turn: of prompts (`encode_prompts`), of the captions that a run keeps (`LoadedRun.text.context`) or
+    of a store's (`Store.text.context()`). Sampler, steps and guidance are the run's own, unless others are given.
+    """
+    how = {**asdict(config.sampling), **how}
+    check_drawing(config, **{key: how[key] for key in asdict(config.sampling)})
+    model.eval()
+    device = next(model.parameters()).device
+    indices = torch.arange(first, first + count, device=device)
+    if config.data.condition == "class":
+        labels = indices % num_classes(config) if labels is None else labels.to(device)  # type: ignore[operator]
+    if config.data.condition == "text":
+        how |= {"context": _context_for(config, context, indices), "null_context": context.null.to(device)}  # type: ignore[union-attr]
+    shape, decoder = _drawn_shape(config), autoencoder_of(config, str(device))
+    how["clip"] = decoder is None
+    drawn = sample(model, process_of(config), indices, shape, seed=seed, labels=labels, **how)
+    return drawn if decoder is None else decoder.decoded(drawn)
+
+
+def _context_for(config: RunConfig, context: Context | None, indices: Tensor) -> Tensor:
+    if context is None:
+        raise ValueError("a text model draws what it is told; give context=, such as LoadedRun.text.context.")
+    wanted, found = config.model.changes["cross_attention_dim"], context.tokens.shape[2]
+    if wanted != found:
+        raise ValueError(f"this model reads text tokens of width {wanted}, got {found}; use its own encoder.")
+    return context.of(indices)
+
+
+def check_drawing(
+    config: RunConfig, *, sampler: str | None = None, steps: int | None = None, guidance: float | None = None
+) -> None:
+    """Refuse what a run cannot be asked for, before any long work. What is not given is the run's own."""
+    own = config.sampling
+    sampler, steps = sampler or own.sampler, own.steps if steps is None else steps
+    guidance = own.guidance if guidance is None else guidance
+    check_request(process_of(config), sampler, steps, guidance, config.data.condition != "none")
+    if guidance != 1 and config.data.label_dropout == 0:
+        raise ValueError(
+            f"guidance needs a run that also learned to draw without a class or text, and this one was trained "
+            f"with data.label_dropout=0; guidance is 1 for it, got {guidance}."
+        )
+
+
+def _drawn_shape(config: RunConfig) -> tuple[int, int, int]:
+    """Channels, height and width of what the network draws."""
+    channels, size = config.model.changes["in_channels"], config.model.changes["sample_size"]
+    height, width = (size, size) if isinstance(size, int) else size
+    return channels, height, width
+
+
+def sampling_precision(device: str, evaluations: int) -> str:
+    """bf16 where so much is drawn on a GPU that the network is compiled for it; else fp32."""
+    return "bf16" if device.startswith("cuda") and evaluations >= 200_000 else "fp32"
+
+
+def for_sampling(model: nn.Module, evaluations: int) -> nn.Module:
+    """The network as it is called fastest: on a GPU, for long work, compiled and captured in bf16."""
+    if sampling_precision(str(next(model.parameters()).device), evaluations) == "fp32":
+        return model
+    from scalelong.diffusion.fast import FastNetwork
+
+    return FastNetwork(model)
+
+
+def encode_prompts(text: KeptText, prompts: Sequence[str], *, encoder: str | None = None) -> Context:
+    """Prompts as a run's network reads them, by the run's own text encoder; `encoder` tells where it is now."""
+    return Context(encoder_of(text, encoder)(prompts).cpu(), text.context.null)
+
+
+def encoder_of(text: KeptText, place: str | None = None) -> TextEncoder:
+    """A run's text encoder, from where `prepare` found it or from another place; another encoder is refused."""
+    from scalelong.data.text import TextEncoder
+
+    revision = text.info.revision if place is None else None
+    found = TextEncoder(
+        place or text.info.encoder, length=text.info.length, revision=revision, device=default_device()
+    )
+    known = torch.stack([text.context.null, text.context.tokens[0]])
+    check_same_encoder(found(["", text.captions[0]]), text.info, known, found.name)
+    return found
+
+
+def autoencoder_of(config: RunConfig, device: str) -> Autoencoder | None:
+    """What decodes a run's latents; None for a run on pixels."""
+    return None if config.latents is None else _opened_autoencoder(config.latents, _drawn_shape(config), device)
+
+
+@lru_cache(maxsize=1)
+def _opened_autoencoder(latents: LatentConfig, shape: tuple[int, int, int], device: str) -> Autoencoder:
+    try:
+        found = load_autoencoder(latents.autoencoder, scale=latents.scaling_factor, device=device)
+    except AutoencoderError as error:
+        raise AutoencoderError(
+            f"{error} This run's latents are decoded by that autoencoder; if it is elsewhere now, say where with "
+            "--autoencoder NAME_OR_FOLDER."
+        ) from error
+    found.check_latents(shape, latents.image_shape)
+    if fingerprint(found.network) != latents.weights:
+        warnings.warn(
+            f"the autoencoder {found.place} has other weights than the one that made this run's latents.",
+            stacklevel=2,
+        )
+    return replace(found, shift_factor=latents.shift_factor)
+
+
+def with_autoencoder(config: RunConfig, place: str | None) -> RunConfig:
+    """The config with the autoencoder taken from another place."""
+    if place is None:
+        return config
+    if config.latents is None:
+        raise ValueError(f"an autoencoder decodes latents, and this run is on pixels, got {place!r}; leave it out.")
+    folder = Path(place).expanduser()
+    place = str(folder.resolve()) if folder.is_dir() else place  # a run is not always asked from the same folder
+    return replace(config, latents=replace(config.latents, autoencoder=place))
+
+
+def write_grid(images: Tensor, file: Path) -> None:
+    """A near-square picture of all images."""
+    import numpy as np
+    from PIL import Image
+
+    count, channels, height, width = images.shape
+    columns = int(np.ceil(np.sqrt(count)))
+    rows = -(-count // columns)
+    pixels = ((images.float().cpu() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).numpy()
+    grid = np.full((rows * (height + 1) + 1, columns * (width + 1) + 1, channels), 128, np.uint8)
+    for i, picture in enumerate(pixels.transpose(0, 2, 3, 1)):
+        top, left = (i // columns) * (height + 1) + 1, (i % columns) * (width + 1) + 1
+        grid[top : top + height, left : left + width] = picture
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scale = max(1, 256 // max(grid.shape[:2]))  # tiny images are shown larger, pixel by pixel
+    grid = grid.repeat(scale, 0).repeat(scale, 1)
+    Image.fromarray(grid[..., 0] if channels == 1 else grid).save(file)

@@ -1,0 +1,150 @@
+"""A run's folder: begun, checked before a run goes on in it, and read again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from scalelong.config import RunConfig, from_dict, to_dict
+from scalelong.data.contexts import KeptText, check_same_encoder
+from scalelong.data.files import write_whole
+from scalelong.runs.assembly import build_model, num_classes
+from scalelong.runs.drawing import with_autoencoder
+from scalelong.training import checkpoint
+from scalelong.training.ema import default_rate
+from scalelong.training.fit import CHECKPOINTS
+from scalelong.training.log import environment
+from scalelong.training.posthoc import reconstruct
+from scalelong.world import usable_device
+
+CONFIG, ENVIRONMENT, SAMPLES, TEXT = "config.json", "environment.json", "samples", "text.safetensors"
+# May differ between a run and its resumption: they change how long, how often and where, not what is computed.
+_HOW_OFTEN = ("steps", "log_every", "sample_every", "checkpoint_every", "keep_checkpoints")
+_MAY_CHANGE = (*_HOW_OFTEN, "execution", "parallel")
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A trained model with averaged weights, and where they come from."""
+
+    config: RunConfig
+    model: nn.Module
+    step: int
+    ema_rate: float | str  # or "post-hoc WIDTH"
+    text: KeptText | None = None  # the captions that a text run keeps, and where its encoder is
+
+    @property
+    def num_classes(self) -> int | None:
+        """How many classes can be asked for; None where the run is unconditional."""
+        return num_classes(self.config)
+
+    @property
+    def null_class(self) -> int | None:
+        """The label that stands for no class; None where the run has none."""
+        return self.num_classes if self.config.data.label_dropout > 0 else None
+
+
+def load_run(
+    folder: Path,
+    *,
+    ema_rate: float | None = None,
+    posthoc_width: float | None = None,
+    device: str | None = None,
+    autoencoder: str | None = None,
+) -> LoadedRun:
+    """The newest whole checkpoint of a run, with the average of `ema_rate`, or the slowest that has settled.
+
+    `posthoc_width` reconstructs an average of that width from the run's snapshots instead. `autoencoder` says where
+    that of a run on latents is now.
+    """
+    config = with_autoencoder(read_config(folder), autoencoder)
+    if missing := [key for key in ("sample_size", "in_channels") if key not in config.model.changes]:
+        raise ValueError(f"{folder / CONFIG} is not as train wrote it: model.changes lacks {', '.join(missing)}.")
+    found = checkpoint.load_latest(folder / CHECKPOINTS)
+    if found is None:
+        raise ValueError(
+            f"{folder} has no whole checkpoint; give the command that began it again ({ENVIRONMENT} has it)."
+        )
+    rates = list(config.train.ema_rates)
+    if ema_rate is not None and ema_rate not in rates:
+        raise ValueError(f"the run keeps the averages {', '.join(map(str, rates))}, got {ema_rate}.")
+    rate: float | str = default_rate(rates, found.step) if ema_rate is None else ema_rate
+    step, weights = found.step, None
+    if posthoc_width is not None:
+        if ema_rate is not None:
+            raise ValueError(f"an average is chosen by --ema or --posthoc-ema, got {ema_rate} and {posthoc_width}.")
+        weights, step = reconstruct(folder, posthoc_width)
+        rate = f"post-hoc {posthoc_width}"
+    model = build_model(config, usable_device(device))
+    try:
+        model.load_state_dict(weights or found.tensors(f"ema-{rate}"))
+    except RuntimeError as error:  # torch lists every tensor: the first says enough
+        reason = "; ".join(line.strip() for line in str(error).splitlines()[1:2])
+        raise ValueError(
+            f"{folder / CONFIG} and the checkpoint {found.folder} do not belong together ({reason}); put back the "
+            "config that the run was trained with."
+        ) from error
+    text = KeptText.read(folder / TEXT) if config.data.condition == "text" else None
+    return LoadedRun(config, model.eval(), step, rate, text)
+
+
+def read_config(folder: Path) -> RunConfig:
+    """A run folder's config.json."""
+    file = folder / CONFIG
+    if not file.is_file():
+        raise ValueError(
+            f"{folder} is no run folder: it has no {CONFIG}. scalelong train --out {folder} makes one."
+        )
+    try:
+        return from_dict(RunConfig, json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def last_step(folder: Path) -> int:
+    """The step of a run's newest whole checkpoint; 0 where there is none."""
+    found = checkpoint.load_latest(folder / CHECKPOINTS)
+    return found.step if found else 0
+
+
+def check_folder(config: RunConfig, out: Path, text: KeptText | None = None) -> None:
+    """Refuse a folder that holds another run, or something else; writes nothing."""
+    if (out / CONFIG).is_file():
+        before, now = to_dict(read_config(out)), to_dict(config)
+        for key in _MAY_CHANGE:
+            before["train"].pop(key), now["train"].pop(key)
+        for settings in (before, now):
+            settings.pop("sampling")
+            (settings["latents"] or {}).pop("autoencoder", None)
+        if before != now:
+            raise ValueError(
+                f"{out} holds another run: {', '.join(_differences(before, now))}. Choose another --out, or give "
+                "the same settings to go on with it."
+            )
+        if text is not None and (out / TEXT).is_file():
+            kept = KeptText.read(out / TEXT)
+            check_same_encoder(text.context.null, kept.info, kept.context.null, "the data")
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not empty and holds no run; choose another --out.")
+
+
+def _differences(before: Any, now: Any, where: str = "") -> list[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = sorted(before.keys() | now.keys())
+        return [
+            d for key in keys for d in _differences(before.get(key), now.get(key), f"{where}.{key}".lstrip("."))
+        ]
+    return [f"{where} was {before!r} and is {now!r}"] if before != now else []
+
+
+def open_run(config: RunConfig, out: Path, text: KeptText | None) -> None:
+    """Make the run's folder, or go on with the one that is there."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(out / ENVIRONMENT, json.dumps(environment(), indent=2))
+    if text is not None and not (out / TEXT).is_file():
+        text.write(out / TEXT)
+    write_whole(out / CONFIG, json.dumps(to_dict(config), indent=2, ensure_ascii=False))
