@@ -95,6 +95,11 @@ FLIPS = {
         {"curves": {"CS": seeds(6.6, 12.05), "CS reversed": seeds(12.0, 12.1)}},
         "does not hold",
     ),
+    "beyond": (
+        final(none=[5.0, 5.2], CS=[4.5, 4.6], LS=[4.4, 4.5], **{"skip-norm": [4.0, 4.1]}),
+        final(none=[5.0, 5.2], CS=[4.5, 4.6], LS=[4.0, 4.5], **{"skip-norm": [4.1, 4.2]}),
+        "holds only where the other is none; or where the other is CS",
+    ),
     "regimes": (
         cells(none=["diverges"] * 5 + ["trains"], CS=["trains"] * 6, LS=["trains"] * 6),
         cells(none=["diverges"] * 5 + ["trains"], CS=["trains"] * 6, LS=["trains"] * 5 + ["spikes"]),

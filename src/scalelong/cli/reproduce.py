@@ -28,7 +28,9 @@ EXAMPLES = (
 def reproduce(
     names: Annotated[
         list[str],
-        typer.Argument(help="fig1, fig3a, fig3b, fig3c, fig5, fig6, fig7, table1 … table4, regimes, or all."),
+        typer.Argument(
+            help="fig1, fig3a, fig3b, fig3c, fig5, fig6, fig7, table1 … table4, regimes, beyond, or all."
+        ),
     ],
     full: Annotated[
         bool, typer.Option("--full/--small", help="The paper's own setting, days on a GPU; or minutes on a CPU.")

@@ -21,6 +21,7 @@ NAMES = (
     "table3",
     "table4",
     "regimes",
+    "beyond",
 )
 
 
