@@ -152,7 +152,7 @@ def test_the_predicted_gain_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("spec", "placement", "says"), [("ls", "concat", "a gate's coefficients"), ("cs:0.7", "norm", "at 'norm'")]
+    ("spec", "placement", "says"), [("ls", "concat", "depend on the input"), ("cs:0.7", "norm", "at 'norm'")]
 )
 def test_what_cannot_be_calibrated_is_refused_and_kept(spec, placement, says):
     case = CASES["unet2d"]

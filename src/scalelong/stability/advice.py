@@ -75,8 +75,8 @@ def _reason(found: Calibration) -> str:
     )
     outwards = (
         " They shrink the outer skips most, the opposite of CS: the main path arrives weakest there, as the merges "
-        "before have shrunk it. Such numbers describe first weights; trained with, they were much worse than no scaling "
-        "(docs/experiment_log.md). To keep skips at one size all through training there is skip-norm."
+        "before have shrunk it. Such numbers describe first weights; trained with, they were much worse than no "
+        "scaling (docs/experiment_log.md). To keep skips at one size all through training there is skip-norm."
         if found.merges[0].behind == "linear" and found.coefficients[0] == min(found.coefficients)
         else ""
     )
