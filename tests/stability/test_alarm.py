@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from scalelong.stability import alarm
-from scalelong.stability.alarm import LEARNING, Detector, deviation, steps_to_overflow, usual
+from scalelong.stability.alarm import LEARNING, Detector, median, steps_to_overflow, usual
 
 
 def feed(series, names=("loss",)):
@@ -22,8 +22,12 @@ def noisy(steps, level=1.0, spread=0.2, seed=0):
 
 
 def test_deviation_and_spread_of_known_rows():
-    logs = np.concatenate([np.arange(50.0), [7, 8, 9]])[None]
-    assert deviation(logs) == pytest.approx(8 - 25)
+    detector = Detector(["loss"])
+    for step, log in enumerate([*range(-2, 50), 7, 8, 9]):
+        detector.update(step, [math.exp(log)])
+    assert detector.seen == 55  # a step that takes a new median
+    assert detector.deviations[0, 55] == pytest.approx(8 - 25)
+    assert median(np.arange(5.0)[None]) == 2
     values = np.random.default_rng(0).normal(3, 2, (1, 100_001))
     centre, spread = usual(values)
     assert centre == pytest.approx(3, abs=0.05)

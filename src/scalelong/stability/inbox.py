@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -26,7 +28,7 @@ class Inbox:
         arrived.record()
         self._under_way.append((step, host, arrived))
 
-    def arrived(self, *, wait: bool = False) -> Iterator[tuple[int, list[float]]]:
+    def arrived(self, *, wait: bool = False) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """What is here, oldest first; with `wait` all that was sent."""
         while self._under_way:
             step, host, event = self._under_way[0]
@@ -35,4 +37,4 @@ class Inbox:
             if event is not None and not event.query():
                 return
             self._under_way.popleft()
-            yield step, host.tolist()
+            yield step, host.numpy()

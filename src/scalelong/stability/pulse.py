@@ -1,6 +1,8 @@
 """What every step shows at little cost: the loss, each block's output, gradient and update, each skip's gate.
 
-All of it is a vector on the device. Blocks are those of `gradient_norms`, `in_blocks.3` or `up_blocks.1`.
+All of it is a vector on the device. Blocks are those of `gradient_norms`, `in_blocks.3` or `up_blocks.1`. What counts
+is the number of calls of torch, each of which finds the processor's caches full of the training: hence no more of
+them than needed, and the arithmetic on the host.
 """
 
 from __future__ import annotations
@@ -9,125 +11,201 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from scalelong.skips.apply import scaling_of
 from scalelong.skips.scalers import FixedScale, GatedScale
 from scalelong.stability.hooks import Unkept
+from scalelong.stability.replay import LastCall
 from scalelong.training.guard import tensors_in
-from scalelong.training.signals import block_of, in_training_forward
+from scalelong.training.signals import block_of
+
+Values = NDArray[np.float32]
 
 UNSEEN = -1.0  # all signals are norms: what was not seen this time is told apart from what is not a number
-_PROBED = 256  # weights per block whose change stands for the block's
+_LINES = _LINE = 16  # weights whose change stands for their block's: so many pieces of so many, a line of a cache each
 
 
 class Pulse:
-    """Takes the pulse of a model. Its hooks stay on the blocks until `close`."""
+    """Takes the pulse of a model while `call` sees it run. Its hooks stay on the blocks until `close`.
 
-    def __init__(self, model: nn.Module) -> None:
+    On a CPU outputs and gates are looked at in every second step. A GPU does not wait for them, and shows them in every
+    step, because there only an output names the block of a NaN, which is found late.
+    """
+
+    def __init__(self, model: nn.Module, call: LastCall) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not named:
             raise ValueError(
                 f"{type(model).__name__} has no parameter to train; give the monitor the model in training."
             )
+        self.call = call
         self.parameters = [p for _, p in named]
         prefix = shared_prefix([name for name, _ in named])
-        blocks = [_block(name, prefix) for name, _ in named]
-        self.blocks = list(dict.fromkeys(blocks))
-        self._block_of_parameter = torch.tensor([self.blocks.index(b) for b in blocks])
-        self._probed = [
-            _largest([p for p, b in zip(self.parameters, blocks, strict=True) if b == block])
-            for block in self.blocks
-        ]
+        self._block_of_parameter = [_block(name, prefix) for name, _ in named]
+        self.blocks = list(dict.fromkeys(self._block_of_parameter))
+        self._largest = [max(self._parameters_of(block), key=Tensor.numel) for block in self.blocks]
+        self._samples = Samples(self._largest)
         self._before: Tensor | None = None
-        modules = dict(model.named_modules())
+        self._unseen = torch.tensor(UNSEEN)
+        self.wants_outputs = True
+        self._norms: dict[str, Tensor] = {}  # of the outputs of this step, by block,
+        self._sizes: dict[str, int] = {}  # and how many numbers they are of
+        self._peaks: dict[str, Tensor] = {}
+        self._means: dict[str, Tensor] = {}
         handle = scaling_of(model)
-        scales = {
-            f"skip {i}": s for i, s in enumerate(handle.scales if handle else ()) if not isinstance(s, FixedScale)
-        }
-        self._hooks: list[RemovableHandle] = [
-            *(modules[b].register_forward_hook(_Showing(self.see_output, b)) for b in self.blocks if b in modules),
-            *(scale.register_forward_hook(_Showing(self.see_gate, name)) for name, scale in scales.items()),
-        ]
-        of_blocks = {
-            kind: [f"{kind}/{block}" for block in self.blocks] for kind in ("gradient", "update", "output", "peak")
-        }
-        self._shown = [*of_blocks["output"], *of_blocks["peak"], *(f"gate/{name}" for name in scales)]
-        self._seen: dict[str, Tensor] = {}
-        self.names = ["loss", *of_blocks["gradient"], *of_blocks["update"], *self._shown]
+        scales = enumerate(handle.scales if handle else ())
+        gates = {f"skip {i}": scale for i, scale in scales if not isinstance(scale, FixedScale)}
+        self._limits = np.array([gate_limit(scale) for scale in gates.values()], dtype=np.float32)
+        self._hooks = self._hook(model, gates)
+        of_blocks = {kind: [f"{kind}/{b}" for b in self.blocks] for kind in ("gradient", "update", "output", "peak")}
+        gradients, updates, outputs, peaks = of_blocks.values()
+        self.names = ["loss", *gradients, *outputs, *peaks, *(f"gate/{name}" for name in gates), *updates]
+        self.telling = 1 + len(gradients)  # the first of them tell whether a step is finite
+
+    def _hook(self, model: nn.Module, gates: dict[str, nn.Module]) -> list[RemovableHandle]:
+        modules = dict(model.named_modules())
+        outputs = [(modules[b], _Showing(self, self.see_output, b)) for b in self.blocks if b in modules]
+        coefficients = [(gate, _Showing(self, self.see_gate, name)) for name, gate in gates.items()]
+        self._gates = list(gates)
+        return [module.register_forward_hook(hook) for module, hook in outputs + coefficients]
 
     def close(self) -> None:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
 
+    def arm(self, step: int, *, everything: bool) -> None:
+        """Say which step is coming, and whether it is to show all."""
+        self.wants_outputs = everything or step % 2 == 0 or self.parameters[0].is_cuda
+
     @torch.no_grad()
     def take(self, loss: Tensor) -> Tensor:
-        """The step's values, in the order of `names`, once its gradients are there; no wait for the device."""
-        unseen = loss.new_full((), UNSEEN, dtype=torch.float32)
-        shown = torch.stack([self._seen.get(name, unseen) for name in self._shown])
-        self._seen.clear()
-        return torch.cat([loss.detach().float().reshape(1), self._gradients(), self._updates(), shown])
+        """The step's numbers, once its gradients are there, for `read`; no wait for the device."""
+        if self._unseen.device != loss.device:
+            self._unseen = loss.new_full((), UNSEEN, dtype=torch.float32)
+        rms = self._root_mean_squares()
+        found = [
+            loss.float().reshape(()),
+            *self._gradients(),
+            *(rms.get(block, self._unseen) for block in self.blocks),
+            *(self._peaks.get(block, self._unseen) for block in self.blocks),
+            *(self._means.get(gate, self._unseen) for gate in self._gates),
+        ]
+        for seen in (self._norms, self._sizes, self._peaks, self._means):
+            seen.clear()
+        return torch.cat([torch.stack(found), *self._updates()])
 
-    def see_output(self, block: str, module: nn.Module, output: Tensor) -> None:
-        """A block's RMS, and in half precision its largest value as a share of the dtype's range."""
-        rms = torch.linalg.vector_norm(output, dtype=torch.float32) / output.numel() ** 0.5
-        self._note(f"output/{block}", rms)
+    def read(self, taken: Values) -> Values:
+        """What `take` gave, on the host, in the order of `names`."""
+        blocks = len(self.blocks)
+        values = taken[:-blocks].copy()
+        values[-blocks:] /= np.maximum(taken[-blocks:], 1e-12)
+        if len(self._limits):
+            gates = values[-blocks - len(self._limits) : -blocks]
+            np.divide(gates, np.maximum(self._limits - gates, 1e-6), out=gates, where=self._limits < np.inf)
+        return values
+
+    @torch.no_grad()
+    def gradient_norms(self) -> dict[str, Tensor]:
+        """‖∇‖ of each block that has one, of all its parameters."""
+        gradients = {b: [p.grad for p in self._parameters_of(b) if p.grad is not None] for b in self.blocks}
+        return {block: torch.nn.utils.get_total_norm(found) for block, found in gradients.items() if found}
+
+    def see_output(self, block: str, output: Tensor) -> None:
+        """A block's norm, of all pieces of a batch, and in half precision its largest share of the dtype's range."""
+        norm = torch.linalg.vector_norm(output, dtype=torch.float32)
+        self._norms[block] = torch.hypot(norm, self._norms[block]) if block in self._norms else norm
+        self._sizes[block] = self._sizes.get(block, 0) + output.numel()
         if output.dtype is torch.float16:
             low, high = torch.aminmax(output)
-            self._note(f"peak/{block}", torch.maximum(-low, high).float() / torch.finfo(torch.float16).max)
+            _keep_larger(self._peaks, block, torch.maximum(-low, high).float() / torch.finfo(torch.float16).max)
 
-    def see_gate(self, skip: str, scale: nn.Module, output: Tensor) -> None:
-        """A skip's mean coefficient; of a gate its odds, whose logarithm has no end to run into."""
-        mean = output.float().mean().abs()
-        self._note(
-            f"gate/{skip}",
-            mean / (gate_limit(scale) - mean).clamp_min(1e-6) if isinstance(scale, GatedScale) else mean,
-        )
+    def see_gate(self, skip: str, output: Tensor) -> None:
+        """A skip's mean coefficient."""
+        _keep_larger(self._means, skip, output.mean(dtype=torch.float32).abs())
 
-    def _note(self, name: str, value: Tensor) -> None:
-        """What is seen several times in a step, for the pieces of a batch, counts with its largest."""
-        self._seen[name] = torch.maximum(value, self._seen[name]) if name in self._seen else value
+    def _root_mean_squares(self) -> dict[str, Tensor]:
+        if not self._norms:
+            return {}
+        scaled = torch._foreach_mul(list(self._norms.values()), [size**-0.5 for size in self._sizes.values()])
+        return dict(zip(self._norms, scaled, strict=True))
 
-    def _gradients(self) -> Tensor:
-        grads = [p.grad for p in self.parameters]
-        there = [g for g in grads if g is not None]
-        if not there:
-            return torch.full((len(self.blocks),), UNSEEN, device=self.parameters[0].device)
-        norms = torch.stack(torch._foreach_norm(there)).float()
-        # The model may have moved since the monitor was made; where it has not, this copies nothing.
-        self._block_of_parameter = index = self._block_of_parameter.to(norms.device)
-        if len(there) < len(grads):
-            index = index[[i for i, g in enumerate(grads) if g is not None]]
-        squares = norms.new_zeros(len(self.blocks))
-        return squares.index_add_(0, index, norms.square()).sqrt()
+    def _gradients(self) -> list[Tensor]:
+        """‖∇‖ of each block's largest weight.
 
-    def _updates(self) -> Tensor:
-        """‖Δw‖ / ‖w‖ of the probed weights since the last step."""
-        now = torch.cat([_strided(p) for p in self._probed]).float().reshape(len(self.blocks), _PROBED)
+        What comes back through a layer and is not finite goes on to the blocks before it, and shows there.
+        """
+        gradients = [p.grad for p in self._largest]
+        there = [g for g in gradients if g is not None]
+        norms = iter(torch._foreach_norm(there, 2, torch.float32) if there else ())
+        return [self._unseen if g is None else next(norms) for g in gradients]
+
+    def _updates(self) -> tuple[Tensor, Tensor]:
+        """‖Δw‖ and ‖w‖ of the probed weights since the last step."""
+        now = self._samples.take()
         before, self._before = self._before, now
         if before is None:
-            return now.new_full((len(now),), UNSEEN)
-        return (now - before).norm(dim=1) / before.norm(dim=1).clamp_min(1e-12)
+            return now.new_full((len(now),), UNSEEN), now.new_ones(len(now))
+        return torch.linalg.vector_norm(now - before, dim=1), torch.linalg.vector_norm(before, dim=1)
+
+    def _parameters_of(self, block: str) -> list[nn.Parameter]:
+        return [p for p, b in zip(self.parameters, self._block_of_parameter, strict=True) if b == block]
+
+
+class Samples:
+    """The same `_LINES` pieces of each dense tensor, whatever its layout in memory."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self._addresses: list[int] = []
+        self._views: list[Tensor] = []
+
+    def take(self) -> Tensor:
+        """A copy, [tensors, numbers]."""
+        addresses = [t.data_ptr() for t in self.tensors]
+        if addresses != self._addresses:  # the first time, and where the model has moved
+            self._addresses = addresses
+            self._views = [view for t in self.tensors for view in _sample(t.detach())]
+        return torch.cat(self._views).float().view(len(self.tensors), _LINES * _LINE)
+
+
+def _sample(t: Tensor) -> list[Tensor]:
+    """Views of `_LINES` rows together; of a short tensor each number in a row of its own, and rows of zeros."""
+    if t.numel() >= _LINE:
+        return [t.as_strided((_LINES, _LINE), ((t.numel() - _LINE) // (_LINES - 1), 1))]
+    return [t.as_strided((t.numel(), _LINE), (1, 0)), t.new_zeros(_LINES - t.numel(), _LINE)]
 
 
 class _Showing(Unkept):
     """Shows a module's outputs in training to `see`."""
 
-    def __init__(self, see: Callable[[str, nn.Module, Tensor], None], name: str) -> None:
+    def __init__(self, pulse: Pulse, see: Callable[[str, Tensor], None], name: str) -> None:
+        self.pulse = pulse
         self.see = see
         self.name = name
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if in_training_forward() and (tensor := next(tensors_in(output), None)) is not None:
-            with torch.no_grad():
-                self.see(self.name, module, tensor)
+        # The compiler finds a constant in the first question, and leaves out the hook.
+        if torch.compiler.is_compiling() or not (self.pulse.wants_outputs and self.pulse.call.running):
+            return
+        if (tensor := next(tensors_in(output), None)) is not None:
+            self.see(self.name, tensor.detach())
 
 
-def gate_limit(scale: GatedScale) -> float:
-    """What its coefficients stay below."""
+def _keep_larger(seen: dict[str, Tensor], name: str, value: Tensor) -> None:
+    """What is seen several times in a step, for the pieces of a batch, counts with its largest."""
+    seen[name] = torch.maximum(value, seen[name]) if name in seen else value
+
+
+def gate_limit(scale: nn.Module) -> float:
+    """What the coefficients of a gate stay below: of these the odds are looked at, whose logarithm has no end."""
+    if not isinstance(scale, GatedScale):
+        return float("inf")
     gate = scale.gate if scale.gate is not None else scale.shared_gate[0]
     return 2.0 if gate.identity_start else 1.0
 
@@ -142,14 +220,3 @@ def shared_prefix(names: Sequence[str]) -> str:
 def _block(name: str, prefix: str) -> str:
     rest = name.removeprefix(prefix)
     return prefix + block_of(rest) if not prefix or "." in rest else prefix[:-1]
-
-
-def _largest(parameters: list[nn.Parameter]) -> nn.Parameter:
-    return max(parameters, key=lambda p: p.numel())
-
-
-def _strided(p: Tensor) -> Tensor:
-    """A sample of a dense tensor, whatever its layout in memory."""
-    stride = max(1, p.numel() // _PROBED)
-    sample = p.detach().as_strided((min(_PROBED, p.numel()),), (stride,))
-    return sample if len(sample) == _PROBED else nn.functional.pad(sample, (0, _PROBED - len(sample)))
