@@ -18,7 +18,7 @@ import typer
 from rich.progress import track
 
 from benchmarks import faults
-from benchmarks.measure import RESULTS, hardware
+from benchmarks.measure import MONITOR_RESULTS, hardware
 from scalelong import StabilityMonitor
 
 SETS = {
@@ -31,7 +31,7 @@ SETS = {
 
 def main(
     sets: Annotated[str, typer.Option(help=f"Which, by semicolons: {'; '.join(SETS)}.")] = ";".join(SETS),
-    out: Annotated[Path, typer.Option(help="Where the result file goes.")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="Where the result file goes.")] = MONITOR_RESULTS,
 ) -> None:
     """Run the faults and the healthy runs under the monitor, print a table and write a dated result file."""
     chosen = [(name, run) for name in sets.split(";") for run in SETS[name.strip()]]

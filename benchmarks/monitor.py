@@ -2,11 +2,11 @@
 
 One loop (forward, backward, AdamW) with and without a `StabilityMonitor` at its default interval, measured twice:
 
-- pairs: a plain and a monitored step follow each other on the same weights, now the one first and now the other. The
-  median of their differences holds all of the cost, and the noise of two whole steps: hence its standard error.
-- inside: the time within the monitor's own functions, in the loop, where they find the caches cold. Its median at each
-  place of the interval, averaged over the interval, with the look and the written line. It is hardly noisy, leaves out
-  the few microseconds that torch takes to call a hook, and counts what the optimiser then finds ready in the caches.
+- pairs: a plain and a monitored step follow each other on the same weights, now the one first and now the other.
+  The median of their differences holds all of the cost, and the noise of two whole steps: hence its standard error.
+- inside: the time within the monitor's own functions, in the loop, where they find the caches cold. Its median at
+  each place of two intervals, averaged over them, with the look and the written line. It is hardly noisy, leaves
+  out the few microseconds that torch takes to call a hook, and counts what the optimiser then finds in the caches.
 
 On a CPU whole steps are timed by the processor's clock, which a shared machine disturbs less than that on the wall.
 """
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 import typer
 from torch import nn
 
-from benchmarks.measure import RESULTS, hardware
+from benchmarks.measure import MONITOR_RESULTS, hardware
 from scalelong import StabilityMonitor
 from scalelong.backbones.build import build
 
@@ -38,9 +38,9 @@ WARMUP = 3
 def main(
     presets: Annotated[list[str], typer.Argument(help="Networks by name.")],
     batch: Annotated[int, typer.Option(help="Images per step.")] = 64,
-    rounds: Annotated[int, typer.Option(help="Intervals of steps for each.")] = 6,
+    rounds: Annotated[int, typer.Option(help="Intervals of steps for each, two at least.")] = 10,
     interval: Annotated[int, typer.Option(help="The monitor's interval.")] = INTERVAL,
-    out: Annotated[Path, typer.Option(help="Where the result file goes.")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="Where the result file goes.")] = MONITOR_RESULTS,
 ) -> None:
     """Time steps with and without the monitor in turns, print the overhead and write a dated result file."""
     about = {"batch": batch, "interval": interval, "hardware": hardware(), "torch": torch.__version__}
@@ -88,11 +88,12 @@ def measure(preset: str, batch: int, steps: int, interval: int) -> dict[str, Any
 
 def sentence(row: dict[str, Any]) -> str:
     """A measurement, as shares of a plain step."""
-    pairs, error, inside = (row[name] / row["plain_ms"] for name in ("pairs_ms", "pairs_standard_error_ms", "inside_ms"))
+    names = ("pairs_ms", "pairs_standard_error_ms", "inside_ms")
+    pairs, error, inside = (row[name] / row["plain_ms"] for name in names)
     return (
-        f"{row['preset']}, batch {row['batch']}: {row['plain_ms']:.1f} ms a plain step; the monitor takes {pairs:.2%} ± "
-        f"{error:.2%} of it by {row['pairs']} pairs, and is {inside:.2%} inside"
-    )  # fmt: skip
+        f"{row['preset']}, batch {row['batch']}: {row['plain_ms']:.1f} ms a plain step; the monitor takes "
+        f"{pairs:.2%} ± {error:.2%} of it by {row['pairs']} pairs, {inside:.2%} inside"
+    )
 
 
 def training_step(model: nn.Module, batch: int, device: str) -> Callable[[Callable[[Any], Any]], None]:
@@ -147,8 +148,9 @@ def median_with_error(values: list[float]) -> tuple[float, float]:
 
 
 def over_the_interval(values: list[float], interval: int) -> float:
-    """The mean over the places of the interval of their medians."""
-    return statistics.mean(statistics.median(values[place::interval]) for place in range(interval))
+    """The mean over the places of two intervals of their medians: turns are of two and four steps."""
+    period = 2 * interval
+    return statistics.mean(statistics.median(values[place::period]) for place in range(period))
 
 
 def _now(device: str) -> float:

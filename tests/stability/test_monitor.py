@@ -292,8 +292,8 @@ def test_what_arrives_late_names_the_block(tmp_path, monkeypatch):
 
     def late(self, *, wait=False):
         while len(self._under_way) > (0 if wait else 2):
-            step, host, _ = self._under_way.popleft()
-            yield step, host.numpy()
+            step, host, note, _ = self._under_way.popleft()
+            yield step, host.numpy(), note
 
     monkeypatch.setattr(Inbox, "arrived", late)
     monkeypatch.setattr(Pulse, "arm", lambda self, step, everything: None)

@@ -1,10 +1,10 @@
 """The alarm before divergence: is a signal growing as it never did in this run?
 
 All is in logarithms, so that a factor counts the same at any size. A signal's deviation is the mean of its last 3
-values less the median of the 50 before (renewed every few steps). It is compared with the deviations that the same signal showed before in
-the same run: the alarm rings where it lies far outside of those (`STRANGE` spreads) and is large in itself
-(`LARGE`), so that neither a noisy signal nor a very quiet one rings by nature. Half-precision outputs have one more
-rule: growth that leaves the dtype's range within `SOON` steps.
+values less the median of the 50 before (renewed every few steps). It is compared with the deviations that the same
+signal showed before in the same run: the alarm rings where it lies far outside of those (`STRANGE` spreads) and is
+large in itself (`LARGE`), so that neither a noisy signal nor a very quiet one rings by nature. Half-precision
+outputs have one more rule: growth that leaves the dtype's range within `SOON` steps.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ RECENT = 3
 REFERENCE = 50
 HISTORY = 300
 LEARNING = 150  # steps without an alarm, in which the run shows what is usual
+FEW = 30  # values are no history, of a signal that is not seen in every step
 STRANGE = 7.0
 LARGE = math.log(1.5)
 QUIET = 0.03  # the least spread that a signal is believed to have
@@ -90,13 +91,13 @@ class Detector:
         self._reference = np.zeros(size)
         self._usual = usual(self.deviations)
         self._values = np.zeros(size, dtype=int)  # how many each signal has had
-        self._needed = np.full(size, LEARNING)  # how many before it may ring
+        self._rings_after = np.full(size, LEARNING)  # steps
         self._quiet_until = 0
         kinds = [name.partition("/")[0] for name in self.names]
         self._both_ways = np.array([kind == "gate" for kind in kinds])
         self._peaks = np.array([i for i, kind in enumerate(kinds) if kind == "peak"], dtype=int)
 
-    def update(self, step: int, values: Sequence[float] | Array) -> Alarm | None:
+    def update(self, step: int, values: Sequence[float] | NDArray[np.floating[Any]]) -> Alarm | None:
         """Take a step's values and return the alarm, if it rings. What is not positive and finite was not seen."""
         self._take(np.asarray(values, dtype=np.float64))
         self.seen += 1
@@ -121,7 +122,7 @@ class Detector:
             self.before[first] = new[first, None]
             self._reference[first] = new[first]
             if self.seen > REFERENCE:  # a latecomer's history is empty until it has filled the whole of it
-                self._needed[first] = HISTORY
+                self._rings_after[first] = self.seen + HISTORY
         self._values += there
         self.before[:, self.seen % REFERENCE] = self.recent[0]
         self.recent[:-1] = self.recent[1:]
@@ -135,7 +136,7 @@ class Detector:
         rings = (score > STRANGE) & (size > LARGE)
         if self._values[self._peaks].any():
             rings[self._peaks] |= steps_to_overflow(self._newest(self._peaks, 20)) < SOON
-        rings &= self._values > self._needed
+        rings &= (self._rings_after < self.seen) & (self._values > FEW)
         if not rings.any():
             return None
         order = [int(i) for i in np.argsort(-score) if rings[i]]
@@ -173,5 +174,5 @@ class Detector:
             "centre": centre,
             "spread": spread,
             "values": self._values,
-            "needed": self._needed,
+            "rings after": self._rings_after,
         }

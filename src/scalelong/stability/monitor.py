@@ -119,9 +119,12 @@ class StabilityMonitor:
         self.steps += 1
         if timesteps is not None and losses is not None:
             self.levels.add(timesteps, losses)
-        device = self.pulse.parameters[0].device
-        self._inbox.send(self.steps, self.pulse.take(torch.as_tensor(loss, device=device)))
-        rung = self._read(wait=self.wait or self._observing)
+        loss = torch.as_tensor(loss, device=self.pulse.parameters[0].device)
+        if self.pulse.looking:
+            self._inbox.send(self.steps, *self.pulse.take(loss))
+            rung = self._read(wait=self.wait or self._observing)
+        else:
+            rung = self._judge(self.steps, self.pulse.glance(loss))
         if self._observing:
             self._write()
         self._call.fresh = False
@@ -185,16 +188,19 @@ class StabilityMonitor:
 
     def _read(self, *, wait: bool) -> Alarm | None:
         rung = None
-        for step, taken in self._inbox.arrived(wait=wait):
-            values = self.pulse.read(taken)
-            if self._is_bad(step, values):
-                continue
-            self._losses.append(float(values[0]))
+        for step, taken, note in self._inbox.arrived(wait=wait):
+            values = self.pulse.read(taken, note)
             self._last = values
-            if alarm := self.detector.update(step, values):
-                rung = alarm
-                self._ring(alarm)
+            rung = self._judge(step, values) or rung
         return rung
+
+    def _judge(self, step: int, values: Values) -> Alarm | None:
+        if self._is_bad(step, values):
+            return None
+        self._losses.append(float(values[0]))
+        if alarm := self.detector.update(step, values):
+            self._ring(alarm)
+        return alarm
 
     def _is_bad(self, step: int, values: Values) -> bool:
         """Report a step that is not finite; of several in a row, the first."""
@@ -234,7 +240,7 @@ class StabilityMonitor:
         since, started = self._since
         seconds = (time.perf_counter() - started) / (self.steps - since)
         self._since = self.steps, time.perf_counter()
-        gradients = {f"gradient/{block}": norm.item() for block, norm in self.pulse.gradient_norms().items()}
+        gradients = {f"gradient/{block}": norm for block, norm in self.pulse.gradient_norms().items()}
         main: Signals = {}
         if self._losses:
             main["loss"] = sum(self._losses) / len(self._losses)
@@ -244,7 +250,7 @@ class StabilityMonitor:
         signals = {name: v for name, v in seen if v >= 0 and name != "loss"} | gradients
         if self.observer is not None:
             self._watching.close()
-            self.observer.measure()
+            self.observer.measure(blocks=False)
             signals |= self.observer.signals()
         by_noise = self.levels.take()
         more: dict[str, Any] = {"loss by noise": by_noise} if by_noise else {}

@@ -1,13 +1,15 @@
 """What every step shows at little cost: the loss, each block's output, gradient and update, each skip's gate.
 
-All of it is a vector on the device. Blocks are those of `gradient_norms`, `in_blocks.3` or `up_blocks.1`. What counts
-is the number of calls of torch, each of which finds the processor's caches full of the training: hence no more of
-them than needed, and the arithmetic on the host.
+All of it is a vector on the device. Blocks are those of `gradient_norms`, `in_blocks.3` or `up_blocks.1`. What
+costs is the number of calls of torch, each of which finds the processor's caches full of the training: hence few of
+them, and the arithmetic on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -27,14 +29,17 @@ from scalelong.training.signals import block_of
 Values = NDArray[np.float32]
 
 UNSEEN = -1.0  # all signals are norms: what was not seen this time is told apart from what is not a number
-_LINES = _LINE = 16  # weights whose change stands for their block's: so many pieces of so many, a line of a cache each
+_FIRST = 3  # blocks at the input, to which all comes back that is not finite
+_LINES = _LINE = 16  # weights whose change stands for their block's: so many pieces, each a line of a cache
 
 
 class Pulse:
     """Takes the pulse of a model while `call` sees it run. Its hooks stay on the blocks until `close`.
 
-    On a CPU outputs and gates are looked at in every second step. A GPU does not wait for them, and shows them in every
-    step, because there only an output names the block of a NaN, which is found late.
+    On a CPU gradients and updates are taken in every second step, outputs and gates in every fourth; between them a
+    glance at the loss, the first gradients and the first output tells whether all is finite, and a batch as usual. A
+    GPU does not wait and shows everything in every step: there only an output names the block of a NaN, which is
+    found late.
     """
 
     def __init__(self, model: nn.Module, call: LastCall) -> None:
@@ -46,13 +51,16 @@ class Pulse:
         self.call = call
         self.parameters = [p for _, p in named]
         prefix = shared_prefix([name for name, _ in named])
-        self._block_of_parameter = [_block(name, prefix) for name, _ in named]
-        self.blocks = list(dict.fromkeys(self._block_of_parameter))
-        self._largest = [max(self._parameters_of(block), key=Tensor.numel) for block in self.blocks]
+        self._block_of = [_block(name, prefix) for name, _ in named]
+        self.blocks = list(dict.fromkeys(self._block_of))
+        self._largest = [
+            max((p for p, b in self._in_blocks() if b == block), key=Tensor.numel) for block in self.blocks
+        ]
         self._samples = Samples(self._largest)
         self._before: Tensor | None = None
-        self._unseen = torch.tensor(UNSEEN)
-        self.wants_outputs = True
+        self._step = self._step_before = 0
+        self._blanks: list[Tensor] = []
+        self.looking = self.showing = True  # whether this step is taken, and its outputs and gates are
         self._norms: dict[str, Tensor] = {}  # of the outputs of this step, by block,
         self._sizes: dict[str, int] = {}  # and how many numbers they are of
         self._peaks: dict[str, Tensor] = {}
@@ -60,18 +68,22 @@ class Pulse:
         handle = scaling_of(model)
         scales = enumerate(handle.scales if handle else ())
         gates = {f"skip {i}": scale for i, scale in scales if not isinstance(scale, FixedScale)}
+        self._gates = list(gates)
         self._limits = np.array([gate_limit(scale) for scale in gates.values()], dtype=np.float32)
         self._hooks = self._hook(model, gates)
-        of_blocks = {kind: [f"{kind}/{b}" for b in self.blocks] for kind in ("gradient", "update", "output", "peak")}
-        gradients, updates, outputs, peaks = of_blocks.values()
-        self.names = ["loss", *gradients, *outputs, *peaks, *(f"gate/{name}" for name in gates), *updates]
-        self.telling = 1 + len(gradients)  # the first of them tell whether a step is finite
+        shown = {"gradient": self.blocks, "output": self.blocks, "peak": self.blocks, "gate": self._gates}
+        shown["update"] = self.blocks
+        self.names = ["loss", *(f"{kind}/{name}" for kind, names in shown.items() for name in names)]
+        self.telling = 1 + len(self.blocks)  # the first of them tell whether a step is finite
 
-    def _hook(self, model: nn.Module, gates: dict[str, nn.Module]) -> list[RemovableHandle]:
+    def _in_blocks(self) -> Iterator[tuple[nn.Parameter, str]]:
+        return zip(self.parameters, self._block_of, strict=True)
+
+    def _hook(self, model: nn.Module, gates: Mapping[str, nn.Module]) -> list[RemovableHandle]:
         modules = dict(model.named_modules())
-        outputs = [(modules[b], _Showing(self, self.see_output, b)) for b in self.blocks if b in modules]
+        blocks = [b for b in self.blocks if b in modules]
+        outputs = [(modules[b], _Showing(self, self.see_output, b, always=b == blocks[0])) for b in blocks]
         coefficients = [(gate, _Showing(self, self.see_gate, name)) for name, gate in gates.items()]
-        self._gates = list(gates)
         return [module.register_forward_hook(hook) for module, hook in outputs + coefficients]
 
     def close(self) -> None:
@@ -80,44 +92,71 @@ class Pulse:
             hook.remove()
 
     def arm(self, step: int, *, everything: bool) -> None:
-        """Say which step is coming, and whether it is to show all."""
-        self.wants_outputs = everything or step % 2 == 0 or self.parameters[0].is_cuda
+        """Say which step is coming, and whether it is to show everything."""
+        self._step = step
+        everything = everything or self.parameters[0].is_cuda
+        self.looking = everything or step % 2 == 0
+        self.showing = everything or step % 4 == 0
 
     @torch.no_grad()
-    def take(self, loss: Tensor) -> Tensor:
-        """The step's numbers, once its gradients are there, for `read`; no wait for the device."""
-        if self._unseen.device != loss.device:
-            self._unseen = loss.new_full((), UNSEEN, dtype=torch.float32)
-        rms = self._root_mean_squares()
-        found = [
-            loss.float().reshape(()),
-            *self._gradients(),
-            *(rms.get(block, self._unseen) for block in self.blocks),
-            *(self._peaks.get(block, self._unseen) for block in self.blocks),
-            *(self._means.get(gate, self._unseen) for gate in self._gates),
-        ]
-        for seen in (self._norms, self._sizes, self._peaks, self._means):
-            seen.clear()
-        return torch.cat([torch.stack(found), *self._updates()])
-
-    def read(self, taken: Values) -> Values:
-        """What `take` gave, on the host, in the order of `names`."""
-        blocks = len(self.blocks)
-        values = taken[:-blocks].copy()
-        values[-blocks:] /= np.maximum(taken[-blocks:], 1e-12)
-        if len(self._limits):
-            gates = values[-blocks - len(self._limits) : -blocks]
-            np.divide(gates, np.maximum(self._limits - gates, 1e-6), out=gates, where=self._limits < np.inf)
+    def glance(self, loss: Tensor) -> Values:
+        """The loss, the first gradients and the first output, in the order of `names`; for a CPU: it waits."""
+        values = np.full(len(self.names), UNSEEN, dtype=np.float32)
+        values[0] = loss.item()
+        for block, norm in self._norms.items():
+            values[self.names.index(f"output/{block}")] = norm.item() / self._sizes[block] ** 0.5
+        self._norms, self._sizes, self._peaks = {}, {}, {}
+        for place, norm in enumerate(self._gradients(self._largest[:_FIRST]), start=1):
+            values[place] = UNSEEN if norm is None else norm.item()
         return values
 
     @torch.no_grad()
-    def gradient_norms(self) -> dict[str, Tensor]:
-        """‖∇‖ of each block that has one, of all its parameters."""
-        gradients = {b: [p.grad for p in self._parameters_of(b) if p.grad is not None] for b in self.blocks}
-        return {block: torch.nn.utils.get_total_norm(found) for block, found in gradients.items() if found}
+    def take(self, loss: Tensor) -> tuple[Tensor, Note]:
+        """The step's numbers, once its gradients are there, for `read`; no wait for the device."""
+        if not self._blanks or self._blanks[0].device != loss.device:
+            counts = (1, len(self.blocks), len(self.blocks), len(self._gates), len(self.blocks), len(self.blocks))
+            self._blanks = [torch.full((count,), UNSEEN, device=loss.device) for count in counts]
+        (unseen,), *blanks = self._blanks
+        gradients = [unseen if norm is None else norm for norm in self._gradients(self._largest)]
+        shown = [
+            torch.stack([seen.get(name, unseen) for name in names]) if seen else blank
+            for seen, names, blank in (
+                (self._norms, self.blocks, blanks[0]),
+                (self._peaks, self.blocks, blanks[1]),
+                (self._means, self._gates, blanks[2]),
+            )
+        ]
+        note = Note(self._sizes, self._step - self._step_before)
+        self._norms, self._sizes, self._peaks, self._means = {}, {}, {}, {}
+        updates = self._updates() or blanks[3:]
+        return torch.cat([torch.stack([loss.float().reshape(()), *gradients]), *shown, *updates]), note
+
+    def read(self, taken: Values, note: Note) -> Values:
+        """What `take` gave, on the host, in the order of `names`."""
+        blocks, gates = len(self.blocks), len(self._limits)
+        values = taken[:-blocks].copy()
+        values[-blocks:] /= max(note.steps, 1) * np.maximum(taken[-blocks:], 1e-12)
+        if note.sizes:
+            values[1 + blocks : 1 + 2 * blocks] /= [note.sizes.get(block, 1) ** 0.5 for block in self.blocks]
+        if gates:
+            odds = values[-blocks - gates : -blocks]
+            np.divide(odds, np.maximum(self._limits - odds, 1e-6), out=odds, where=self._limits < np.inf)
+        return values
+
+    @torch.no_grad()
+    def gradient_norms(self) -> dict[str, float]:
+        """‖∇‖ of each block that has one, of all its parameters; waits for the device."""
+        there = [(b, p.grad) for p, b in self._in_blocks() if p.grad is not None]
+        if not there:
+            return {}
+        norms = torch.stack(torch._foreach_norm([gradient for _, gradient in there], 2, torch.float32)).tolist()
+        found: dict[str, float] = {}
+        for (block, _), norm in zip(there, norms, strict=True):
+            found[block] = math.hypot(found.get(block, 0.0), norm)
+        return found
 
     def see_output(self, block: str, output: Tensor) -> None:
-        """A block's norm, of all pieces of a batch, and in half precision its largest share of the dtype's range."""
+        """A block's norm, of all pieces of a batch; in half precision its largest share of the range as well."""
         norm = torch.linalg.vector_norm(output, dtype=torch.float32)
         self._norms[block] = torch.hypot(norm, self._norms[block]) if block in self._norms else norm
         self._sizes[block] = self._sizes.get(block, 0) + output.numel()
@@ -129,32 +168,31 @@ class Pulse:
         """A skip's mean coefficient."""
         _keep_larger(self._means, skip, output.mean(dtype=torch.float32).abs())
 
-    def _root_mean_squares(self) -> dict[str, Tensor]:
-        if not self._norms:
-            return {}
-        scaled = torch._foreach_mul(list(self._norms.values()), [size**-0.5 for size in self._sizes.values()])
-        return dict(zip(self._norms, scaled, strict=True))
-
-    def _gradients(self) -> list[Tensor]:
-        """‖∇‖ of each block's largest weight.
+    def _gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """‖∇‖ of each that has one.
 
         What comes back through a layer and is not finite goes on to the blocks before it, and shows there.
         """
-        gradients = [p.grad for p in self._largest]
+        gradients = [p.grad for p in parameters]
         there = [g for g in gradients if g is not None]
         norms = iter(torch._foreach_norm(there, 2, torch.float32) if there else ())
-        return [self._unseen if g is None else next(norms) for g in gradients]
+        return [None if g is None else next(norms) for g in gradients]
 
-    def _updates(self) -> tuple[Tensor, Tensor]:
-        """‖Δw‖ and ‖w‖ of the probed weights since the last step."""
+    def _updates(self) -> tuple[Tensor, Tensor] | None:
+        """‖Δw‖ and ‖w‖ of the probed weights since they were last looked at."""
         now = self._samples.take()
-        before, self._before = self._before, now
+        before, self._before, self._step_before = self._before, now, self._step
         if before is None:
-            return now.new_full((len(now),), UNSEEN), now.new_ones(len(now))
+            return None
         return torch.linalg.vector_norm(now - before, dim=1), torch.linalg.vector_norm(before, dim=1)
 
-    def _parameters_of(self, block: str) -> list[nn.Parameter]:
-        return [p for p, b in zip(self.parameters, self._block_of_parameter, strict=True) if b == block]
+
+@dataclass(frozen=True)
+class Note:
+    """What the host knows of a step: how many numbers each output had, and how many steps an update is of."""
+
+    sizes: Mapping[str, int]
+    steps: int
 
 
 class Samples:
@@ -182,18 +220,22 @@ def _sample(t: Tensor) -> list[Tensor]:
 
 
 class _Showing(Unkept):
-    """Shows a module's outputs in training to `see`."""
+    """Shows a module's outputs in training to `see`; `always`, or when the pulse says so."""
 
-    def __init__(self, pulse: Pulse, see: Callable[[str, Tensor], None], name: str) -> None:
+    def __init__(
+        self, pulse: Pulse, see: Callable[[str, Tensor], None], name: str, *, always: bool = False
+    ) -> None:
         self.pulse = pulse
         self.see = see
         self.name = name
+        self.always = always
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         # The compiler finds a constant in the first question, and leaves out the hook.
-        if torch.compiler.is_compiling() or not (self.pulse.wants_outputs and self.pulse.call.running):
+        if torch.compiler.is_compiling() or not ((self.pulse.showing or self.always) and self.pulse.call.running):
             return
-        if (tensor := next(tensors_in(output), None)) is not None:
+        tensor = output if isinstance(output, Tensor) else next(tensors_in(output), None)
+        if tensor is not None:
             self.see(self.name, tensor.detach())
 
 

@@ -52,7 +52,7 @@ class TensorBoardTracker:
     """Event files under the run's folder; after a resume, what lies beyond the checkpoint is hidden."""
 
     def __init__(self, folder: Path, resumed_at: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
         from torch.utils.tensorboard import SummaryWriter
 
         self._summary = Summary
@@ -61,7 +61,7 @@ class TensorBoardTracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """All in one event: a hundred of them would fill the writer's queue, and the training wait for it."""
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self.board.file_writer.add_summary(self._summary(value=scalars), step)
+        self.board._get_file_writer().add_summary(self._summary(value=scalars), step)
 
     def close(self, failed: bool) -> None:
         """Flush and close."""
