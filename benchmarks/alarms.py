@@ -26,6 +26,7 @@ SETS = {
     "held out": faults.HELD_OUT,
     "healthy": faults.HEALTHY,
     "healthy, held out": faults.HEALTHY_HELD_OUT,
+    "scan": faults.SCAN,
 }
 
 
@@ -60,12 +61,12 @@ def watch(run: faults.Run) -> dict[str, Any]:
                 if not math.isfinite(losses[-1]):
                     break
     alarm = monitor.alarms[0] if monitor.alarms else None
-    passed = faults.first_passing(losses)
+    passed = faults.first_passing(losses, run.onset)
     return {
         "run": run.name,
         "steps": len(losses),
         "alarm": alarm.step if alarm else None,
-        "because": f"{alarm.signal} of {alarm.layer}" if alarm else None,
+        "because": f"{alarm.signal} of {alarm.layer}".removesuffix(" of ") if alarm else None,
         "passes ten times": passed,
         "lead": passed - alarm.step if alarm and passed else None,
         "alarms": len(monitor.alarms),

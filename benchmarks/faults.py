@@ -2,7 +2,8 @@
 
 Diffusers' DDPM noise, a U-ViT or a UNet, a plain PyTorch loop. A fault is a function of the run and of the steps
 since its onset. `TUNED` were looked at while the alarm was made; `HELD_OUT` and `HEALTHY_HELD_OUT` were written
-down before the alarm had a threshold, and first run when it was finished.
+down before the alarm had a threshold, and first run when it was finished. `SCAN` looks for a learning rate × 30
+that takes its time.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Run:
     flat: bool = False  # images of even grey, in place of digits
     half: bool = False
     fault: Callable[[Training, int], None] | None = None
+    onset: int = ONSET
 
 
 class Training:
@@ -119,8 +121,8 @@ class Training:
     def steps(self) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """Each step after its backward pass, before clipping and the update."""
         for step in range(self.run.steps):
-            if self.run.fault and step >= ONSET:
-                self.run.fault(self, step - ONSET)
+            if self.run.fault and step >= self.run.onset:
+                self.run.fault(self, step - self.run.onset)
             self.set_lr(step)
             loss, each, t = self.loss()
             loss.backward()
@@ -328,7 +330,32 @@ HEALTHY_HELD_OUT = [
 ]  # fmt: skip
 
 
-def first_passing(losses: list[float], factor: float = 10.0) -> int | None:
+SCAN = [
+    Run("lr × 30 of 1e-5, U-ViT", lr=1e-5, seed=300, steps=600, fault=lr_times_30),
+    Run("lr × 30 of 3e-5, U-ViT", lr=3e-5, seed=301, steps=600, fault=lr_times_30),
+    Run("lr × 30 of 1e-4, U-ViT", lr=1e-4, seed=302, steps=600, fault=lr_times_30),
+    Run("lr × 30 of 1e-5, UNet", make=unet, lr=1e-5, seed=303, steps=600, fault=lr_times_30),
+    Run("lr × 30 of 1e-4, UNet", make=unet, lr=1e-4, seed=304, steps=600, fault=lr_times_30),
+    Run("lr × 30 of 1e-4 at 400, UNet", make=unet, lr=1e-4, seed=305, steps=600, onset=400, fault=lr_times_30),
+    Run("lr × 30 at 400, grey, U-ViT", flat=True, lr=3e-4, seed=306, steps=600, onset=400, fault=lr_times_30),
+    Run("lr × 30 at 400, grey, UNet", make=unet, flat=True, seed=307, steps=600, onset=400, fault=lr_times_30),
+    Run(
+        "lr × 30 of 3e-4 at 400, U-ViT width 64, β2 0.999",
+        make=lambda: uvit(64, 6), optimiser="adam", lr=3e-4, seed=308, steps=600, onset=400, fault=lr_times_30,
+    ),
+    Run(
+        "lr × 30 of 3e-4 at 400, UNet, β2 0.999",
+        make=unet, optimiser="adam", lr=3e-4, seed=309, steps=600, onset=400, fault=lr_times_30,
+    ),
+    Run(
+        "lr × 30 of 2e-3 at 400, SGD, U-ViT",
+        optimiser="sgd", lr=2e-3, seed=310, steps=600, onset=400, fault=lr_times_30,
+    ),
+    Run("lr × 30 of 5e-3, SGD, UNet", make=unet, optimiser="sgd", lr=5e-3, seed=311, steps=600, fault=lr_times_30),
+]  # fmt: skip
+
+
+def first_passing(losses: list[float], onset: int = ONSET, factor: float = 10.0) -> int | None:
     """The first step from the onset on with a loss over `factor` times the median of the 100 before the onset."""
-    limit = factor * statistics.median(losses[ONSET - 100 : ONSET])
-    return next((step for step in range(ONSET + 1, len(losses) + 1) if not losses[step - 1] <= limit), None)
+    limit = factor * statistics.median(losses[onset - 100 : onset])
+    return next((step for step in range(onset + 1, len(losses) + 1) if not losses[step - 1] <= limit), None)

@@ -37,8 +37,8 @@ class Pulse:
     """Takes the pulse of a model while `call` sees it run. Its hooks stay on the blocks until `close`.
 
     On a CPU gradients and updates are taken in every second step, outputs and gates in every fourth; between them a
-    glance at the loss, the first gradients and the first output tells whether all is finite, and a batch as usual. A
-    GPU does not wait and shows everything in every step: there only an output names the block of a NaN, which is
+    glance at the loss, the first gradients and the first output tells whether all is finite, and a batch as usual.
+    A GPU does not wait and shows everything in every step: there only an output names the block of a NaN, which is
     found late.
     """
 
