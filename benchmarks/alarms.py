@@ -26,6 +26,7 @@ SETS = {
     "held out": faults.HELD_OUT,
     "healthy": faults.HEALTHY,
     "healthy, held out": faults.HEALTHY_HELD_OUT,
+    "healthy, new": faults.HEALTHY_NEW,
     "scan": faults.SCAN,
 }
 

@@ -3,7 +3,7 @@
 Diffusers' DDPM noise, a U-ViT or a UNet, a plain PyTorch loop. A fault is a function of the run and of the steps
 since its onset. `TUNED` were looked at while the alarm was made; `HELD_OUT` and `HEALTHY_HELD_OUT` were written
 down before the alarm had a threshold, and first run when it was finished. `SCAN` looks for a learning rate × 30
-that takes its time.
+that takes its time. `HEALTHY_NEW` was written after a healthy run that was held out had rung, and run once.
 """
 
 from __future__ import annotations
@@ -329,6 +329,32 @@ HEALTHY_HELD_OUT = [
     Run("U-ViT, lr 1e-5", lr=1e-5, seed=219),
 ]  # fmt: skip
 
+
+HEALTHY_NEW = [
+    Run("UNet, ls, norm, batch 8", make=unet, scaling="ls", placement="norm", batch=8, seed=400),
+    Run("UNet, ls, v-prediction, Adam", make=unet, scaling="ls", target="v_prediction", optimiser="adam", seed=401),
+    Run("UNet, ls-per-skip, lr 2e-3", make=unet, scaling="ls-per-skip", lr=2e-3, warmup=50, seed=402),
+    Run("UNet, ie, norm", make=unet, scaling="ie", placement="norm", seed=403),
+    Run("UNet, ls-channel, clipped", make=unet, scaling="ls-channel", clip=0.5, seed=404),
+    Run(
+        "UNet, ls, norm, v-prediction, 500 steps",
+        make=unet, scaling="ls", placement="norm", target="v_prediction", steps=500, seed=405,
+    ),
+    Run("UNet, ls, even grey", make=unet, scaling="ls", flat=True, seed=406),
+    Run("UNet width 24, cs:0.5", make=lambda: unet(24), scaling="cs:0.5", seed=407),
+    Run("UNet, Adam, batch 32", make=unet, optimiser="adam", batch=32, lr=5e-4, seed=408),
+    Run("UNet, SGD 0.02, clipped", make=unet, optimiser="sgd", lr=0.02, clip=1.0, seed=409),
+    Run("U-ViT, ls, lr 2e-3, cosine", scaling="ls", lr=2e-3, cosine=True, seed=410),
+    Run("U-ViT, ls-channel", scaling="ls-channel", seed=411),
+    Run("U-ViT, ls-per-skip, v-prediction", scaling="ls-per-skip", target="v_prediction", seed=412),
+    Run("U-ViT depth 8, width 48, batch 8", make=lambda: uvit(48, 8), batch=8, seed=413),
+    Run("U-ViT depth 10, scalar, Adam", make=lambda: uvit(32, 10), scaling="scalar", optimiser="adam", seed=414),
+    Run("U-ViT, cs:0.9, clipped at 0.5", scaling="cs:0.9", clip=0.5, seed=415),
+    Run("U-ViT, warm-up of 400, 500 steps", lr=2e-3, warmup=400, steps=500, seed=416),
+    Run("U-ViT, fp16, ls", half=True, scaling="ls", seed=417),
+    Run("U-ViT, even grey, v-prediction", flat=True, target="v_prediction", seed=418),
+    Run("U-ViT, SGD 0.05, batch 4", optimiser="sgd", lr=0.05, batch=4, seed=419),
+]  # fmt: skip
 
 SCAN = [
     Run("lr × 30 of 1e-5, U-ViT", lr=1e-5, seed=300, steps=600, fault=lr_times_30),

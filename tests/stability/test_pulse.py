@@ -52,6 +52,23 @@ def test_an_update_is_that_of_one_step():
     assert values["update/0"] == 0
 
 
+def test_what_weight_decay_alone_changes_is_no_update():
+    """A gate that is asleep wakes up one day, and its first step would be a hundred times its usual one."""
+    model = net()
+    pulse = pulse_of(model)
+    for step in (2, 4):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        model[1].weight.grad = torch.zeros_like(model[1].weight)
+        model[2].weight.grad = None  # of an optimiser that takes gradients away at once
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 - 1e-5)
+        pulse.arm(step, everything=False)
+        values = taken(pulse, torch.tensor(1.0))
+    assert [values[f"update/{i}"] > 0 for i in range(4)] == [True, False, True, True]
+
+
 def test_pieces_of_a_batch_make_the_whole():
     model = net()
     pulse = pulse_of(model)

@@ -136,6 +136,9 @@ class Pulse:
         blocks, gates = len(self.blocks), len(self._limits)
         values = taken[:-blocks].copy()
         values[-blocks:] /= max(note.steps, 1) * np.maximum(taken[-blocks:], 1e-12)
+        values[-blocks:][values[1 : 1 + blocks] == 0] = (
+            UNSEEN  # weight decay alone is no measure of updates to come
+        )
         if note.sizes:
             values[1 + blocks : 1 + 2 * blocks] /= [note.sizes.get(block, 1) ** 0.5 for block in self.blocks]
         if gates:
