@@ -27,6 +27,7 @@ SETS = {
     "healthy": faults.HEALTHY,
     "healthy, held out": faults.HEALTHY_HELD_OUT,
     "healthy, new": faults.HEALTHY_NEW,
+    "healthy, last": faults.HEALTHY_LAST,
     "scan": faults.SCAN,
 }
 

@@ -3,7 +3,8 @@
 Diffusers' DDPM noise, a U-ViT or a UNet, a plain PyTorch loop. A fault is a function of the run and of the steps
 since its onset. `TUNED` were looked at while the alarm was made; `HELD_OUT` and `HEALTHY_HELD_OUT` were written
 down before the alarm had a threshold, and first run when it was finished. `SCAN` looks for a learning rate × 30
-that takes its time. `HEALTHY_NEW` was written after a healthy run that was held out had rung, and run once.
+that takes its time. `HEALTHY_NEW` was written after a healthy run that was held out had rung, and `HEALTHY_LAST`
+after one of `HEALTHY_NEW` had; each was then run once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -239,14 +241,7 @@ TUNED = [
     Run("lr × 30, UNet, base lr 2e-3", make=unet, lr=2e-3, warmup=50, seed=9, fault=lr_times_30),
     Run("lr × 30, U-ViT, clipped", clip=1.0, seed=3, fault=lr_times_30),
     Run("ramped coefficients, U-ViT", scaling="scalar", seed=4, fault=ramped_scalars),
-    Run(
-        "ramped coefficients, UNet at norm",
-        make=unet,
-        scaling="scalar",
-        placement="norm",
-        seed=5,
-        fault=ramped_scalars,
-    ),
+    Run("ramped coefficients, UNet at norm", unet, "scalar", placement="norm", seed=5, fault=ramped_scalars),
     Run("ramped gate bias, U-ViT ls", scaling="ls", seed=6, fault=ramped_gate_bias),
     Run("ramped coefficients, U-ViT in fp16", scaling="scalar", half=True, seed=10, fault=ramped_scalars),
     Run("fp16 overflow, U-ViT", half=True, seed=7, fault=half_overflow("mid_block.mlp.fc2.weight")),
@@ -257,7 +252,7 @@ HELD_OUT = [
     Run("one layer grows 3 % a step, U-ViT", seed=21, fault=growing_layer("in_blocks.1.attn.proj.weight", 1.03)),
     Run(
         "one layer grows 3 % a step, UNet",
-        make=unet,
+        unet,
         seed=22,
         fault=growing_layer("up_blocks.0.resnets.0.conv2.weight", 1.03),
     ),
@@ -355,6 +350,22 @@ HEALTHY_NEW = [
     Run("U-ViT, even grey, v-prediction", flat=True, target="v_prediction", seed=418),
     Run("U-ViT, SGD 0.05, batch 4", optimiser="sgd", lr=0.05, batch=4, seed=419),
 ]  # fmt: skip
+
+HEALTHY_LAST = [
+    Run(
+        f"{make.__name__}, {scaling}, {target}",
+        make,
+        scaling,
+        lr=7e-4,
+        batch=12,
+        steps=400,
+        target=target,
+        seed=500 + i,
+    )
+    for i, (make, scaling, target) in enumerate(
+        product((uvit, unet), ("none", "cs:0.8", "scalar", "ls", "ls-channel"), ("epsilon", "v_prediction"))
+    )
+]
 
 SCAN = [
     Run("lr × 30 of 1e-5, U-ViT", lr=1e-5, seed=300, steps=600, fault=lr_times_30),

@@ -100,6 +100,17 @@ def test_unseen_signals_wait_without_harm():
     assert feed(x, ("output/b",))
 
 
+def test_what_sleeps_now_and_then_rings_nothing_until_it_has_been_awake_for_long():
+    x = noisy(1600)
+    x[100:900] *= np.random.default_rng(1).random(800) < 0.1  # a dead unit, alive for every tenth batch
+    x[500:900] *= 30
+    assert not feed(x, ("gradient/skip_scaling",))
+    x[900:] = noisy(700, seed=1)
+    x[1400:] *= 30
+    (first, *_) = feed(x, ("gradient/skip_scaling",))
+    assert 1401 <= first.step <= 1404
+
+
 def test_half_precision_rings_before_its_range_ends():
     detector = Detector(["peak/mid_block"])
     share = 1e-4

@@ -121,12 +121,17 @@ class Detector:
             self.recent[:, first] = new[first]
             self.before[first] = new[first, None]
             self._reference[first] = new[first]
-            if self.seen > REFERENCE:  # a latecomer's history is empty until it has filled the whole of it
-                self._rings_after[first] = self.seen + HISTORY
+            self._rings_after[first] = self._history_from_here()
+        # A signal that is exactly 0, of a gate whose unit is dead, is usual in nothing once it wakes up.
+        self._rings_after[values == 0] = self._history_from_here()
         self._values += there
         self.before[:, self.seen % REFERENCE] = self.recent[0]
         self.recent[:-1] = self.recent[1:]
         self.recent[-1] = new
+
+    def _history_from_here(self) -> int:
+        """The step after which a signal may ring that begins now; a late one fills a whole history first."""
+        return self.seen + HISTORY if self.seen > REFERENCE else self.seen + LEARNING
 
     def _judge(self, step: int, now: Array) -> Alarm | None:
         centre, spread = self._usual

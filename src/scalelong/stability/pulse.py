@@ -29,6 +29,7 @@ from scalelong.training.signals import block_of
 Values = NDArray[np.float32]
 
 UNSEEN = -1.0  # all signals are norms: what was not seen this time is told apart from what is not a number
+ASLEEP = 0.0  # of a block whose gradient is exactly that
 _FIRST = 3  # blocks at the input, to which all comes back that is not finite
 _LINES = _LINE = 16  # weights whose change stands for their block's: so many pieces, each a line of a cache
 
@@ -136,9 +137,9 @@ class Pulse:
         blocks, gates = len(self.blocks), len(self._limits)
         values = taken[:-blocks].copy()
         values[-blocks:] /= max(note.steps, 1) * np.maximum(taken[-blocks:], 1e-12)
-        values[-blocks:][values[1 : 1 + blocks] == 0] = (
-            UNSEEN  # weight decay alone is no measure of updates to come
-        )
+        gradients, updates = values[1 : 1 + blocks], values[-blocks:]
+        updates[updates == 0] = UNSEEN  # a step that was left out
+        updates[gradients == 0] = ASLEEP  # what weight decay alone changes is no measure of updates to come
         if note.sizes:
             values[1 + blocks : 1 + 2 * blocks] /= [note.sizes.get(block, 1) ** 0.5 for block in self.blocks]
         if gates:
