@@ -104,8 +104,8 @@ class Pulse:
         """The loss, the first gradients and the first output, in the order of `names`; for a CPU: it waits."""
         values = np.full(len(self.names), UNSEEN, dtype=np.float32)
         values[0] = loss.item()
-        for block, norm in self._norms.items():
-            values[self.names.index(f"output/{block}")] = norm.item() / self._sizes[block] ** 0.5
+        for block, output in self._norms.items():
+            values[self.names.index(f"output/{block}")] = output.item() / self._sizes[block] ** 0.5
         self._norms, self._sizes, self._peaks = {}, {}, {}
         for place, norm in enumerate(self._gradients(self._largest[:_FIRST]), start=1):
             values[place] = UNSEEN if norm is None else norm.item()
