@@ -18,7 +18,7 @@ import typer
 from rich.progress import track
 
 from benchmarks import faults
-from benchmarks.measure import RESULTS, hardware
+from benchmarks.measure import MONITOR_RESULTS, hardware
 from scalelong import StabilityMonitor
 
 SETS = {
@@ -26,12 +26,15 @@ SETS = {
     "held out": faults.HELD_OUT,
     "healthy": faults.HEALTHY,
     "healthy, held out": faults.HEALTHY_HELD_OUT,
+    "healthy, new": faults.HEALTHY_NEW,
+    "healthy, last": faults.HEALTHY_LAST,
+    "scan": faults.SCAN,
 }
 
 
 def main(
     sets: Annotated[str, typer.Option(help=f"Which, by semicolons: {'; '.join(SETS)}.")] = ";".join(SETS),
-    out: Annotated[Path, typer.Option(help="Where the result file goes.")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="Where the result file goes.")] = MONITOR_RESULTS,
 ) -> None:
     """Run the faults and the healthy runs under the monitor, print a table and write a dated result file."""
     chosen = [(name, run) for name in sets.split(";") for run in SETS[name.strip()]]
@@ -60,12 +63,12 @@ def watch(run: faults.Run) -> dict[str, Any]:
                 if not math.isfinite(losses[-1]):
                     break
     alarm = monitor.alarms[0] if monitor.alarms else None
-    passed = faults.first_passing(losses)
+    passed = faults.first_passing(losses, run.onset)
     return {
         "run": run.name,
         "steps": len(losses),
         "alarm": alarm.step if alarm else None,
-        "because": f"{alarm.signal} of {alarm.layer}" if alarm else None,
+        "because": f"{alarm.signal} of {alarm.layer}".removesuffix(" of ") if alarm else None,
         "passes ten times": passed,
         "lead": passed - alarm.step if alarm and passed else None,
         "alarms": len(monitor.alarms),

@@ -2,7 +2,9 @@
 
 Diffusers' DDPM noise, a U-ViT or a UNet, a plain PyTorch loop. A fault is a function of the run and of the steps
 since its onset. `TUNED` were looked at while the alarm was made; `HELD_OUT` and `HEALTHY_HELD_OUT` were written
-down before the alarm had a threshold, and first run when it was finished.
+down before the alarm had a threshold, and first run when it was finished. `SCAN` looks for a learning rate × 30
+that takes its time. `HEALTHY_NEW` was written after a healthy run that was held out had rung, and `HEALTHY_LAST`
+after one of `HEALTHY_NEW` had; each was then run once.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -67,6 +70,7 @@ class Run:
     flat: bool = False  # images of even grey, in place of digits
     half: bool = False
     fault: Callable[[Training, int], None] | None = None
+    onset: int = ONSET
 
 
 class Training:
@@ -119,8 +123,8 @@ class Training:
     def steps(self) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """Each step after its backward pass, before clipping and the update."""
         for step in range(self.run.steps):
-            if self.run.fault and step >= ONSET:
-                self.run.fault(self, step - ONSET)
+            if self.run.fault and step >= self.run.onset:
+                self.run.fault(self, step - self.run.onset)
             self.set_lr(step)
             loss, each, t = self.loss()
             loss.backward()
@@ -237,14 +241,7 @@ TUNED = [
     Run("lr × 30, UNet, base lr 2e-3", make=unet, lr=2e-3, warmup=50, seed=9, fault=lr_times_30),
     Run("lr × 30, U-ViT, clipped", clip=1.0, seed=3, fault=lr_times_30),
     Run("ramped coefficients, U-ViT", scaling="scalar", seed=4, fault=ramped_scalars),
-    Run(
-        "ramped coefficients, UNet at norm",
-        make=unet,
-        scaling="scalar",
-        placement="norm",
-        seed=5,
-        fault=ramped_scalars,
-    ),
+    Run("ramped coefficients, UNet at norm", unet, "scalar", placement="norm", seed=5, fault=ramped_scalars),
     Run("ramped gate bias, U-ViT ls", scaling="ls", seed=6, fault=ramped_gate_bias),
     Run("ramped coefficients, U-ViT in fp16", scaling="scalar", half=True, seed=10, fault=ramped_scalars),
     Run("fp16 overflow, U-ViT", half=True, seed=7, fault=half_overflow("mid_block.mlp.fc2.weight")),
@@ -255,7 +252,7 @@ HELD_OUT = [
     Run("one layer grows 3 % a step, U-ViT", seed=21, fault=growing_layer("in_blocks.1.attn.proj.weight", 1.03)),
     Run(
         "one layer grows 3 % a step, UNet",
-        make=unet,
+        unet,
         seed=22,
         fault=growing_layer("up_blocks.0.resnets.0.conv2.weight", 1.03),
     ),
@@ -328,7 +325,74 @@ HEALTHY_HELD_OUT = [
 ]  # fmt: skip
 
 
-def first_passing(losses: list[float], factor: float = 10.0) -> int | None:
+HEALTHY_NEW = [
+    Run("UNet, ls, norm, batch 8", make=unet, scaling="ls", placement="norm", batch=8, seed=400),
+    Run("UNet, ls, v-prediction, Adam", make=unet, scaling="ls", target="v_prediction", optimiser="adam", seed=401),
+    Run("UNet, ls-per-skip, lr 2e-3", make=unet, scaling="ls-per-skip", lr=2e-3, warmup=50, seed=402),
+    Run("UNet, ie, norm", make=unet, scaling="ie", placement="norm", seed=403),
+    Run("UNet, ls-channel, clipped", make=unet, scaling="ls-channel", clip=0.5, seed=404),
+    Run(
+        "UNet, ls, norm, v-prediction, 500 steps",
+        make=unet, scaling="ls", placement="norm", target="v_prediction", steps=500, seed=405,
+    ),
+    Run("UNet, ls, even grey", make=unet, scaling="ls", flat=True, seed=406),
+    Run("UNet width 24, cs:0.5", make=lambda: unet(24), scaling="cs:0.5", seed=407),
+    Run("UNet, Adam, batch 32", make=unet, optimiser="adam", batch=32, lr=5e-4, seed=408),
+    Run("UNet, SGD 0.02, clipped", make=unet, optimiser="sgd", lr=0.02, clip=1.0, seed=409),
+    Run("U-ViT, ls, lr 2e-3, cosine", scaling="ls", lr=2e-3, cosine=True, seed=410),
+    Run("U-ViT, ls-channel", scaling="ls-channel", seed=411),
+    Run("U-ViT, ls-per-skip, v-prediction", scaling="ls-per-skip", target="v_prediction", seed=412),
+    Run("U-ViT depth 8, width 48, batch 8", make=lambda: uvit(48, 8), batch=8, seed=413),
+    Run("U-ViT depth 10, scalar, Adam", make=lambda: uvit(32, 10), scaling="scalar", optimiser="adam", seed=414),
+    Run("U-ViT, cs:0.9, clipped at 0.5", scaling="cs:0.9", clip=0.5, seed=415),
+    Run("U-ViT, warm-up of 400, 500 steps", lr=2e-3, warmup=400, steps=500, seed=416),
+    Run("U-ViT, fp16, ls", half=True, scaling="ls", seed=417),
+    Run("U-ViT, even grey, v-prediction", flat=True, target="v_prediction", seed=418),
+    Run("U-ViT, SGD 0.05, batch 4", optimiser="sgd", lr=0.05, batch=4, seed=419),
+]  # fmt: skip
+
+HEALTHY_LAST = [
+    Run(
+        f"{make.__name__}, {scaling}, {target}",
+        make,
+        scaling,
+        lr=7e-4,
+        batch=12,
+        steps=400,
+        target=target,
+        seed=500 + i,
+    )
+    for i, (make, scaling, target) in enumerate(
+        product((uvit, unet), ("none", "cs:0.8", "scalar", "ls", "ls-channel"), ("epsilon", "v_prediction"))
+    )
+]
+
+SCAN = [
+    Run("lr × 30 of 1e-5, U-ViT", lr=1e-5, seed=300, steps=600, fault=lr_times_30),
+    Run("lr × 30 of 3e-5, U-ViT", lr=3e-5, seed=301, steps=600, fault=lr_times_30),
+    Run("lr × 30 of 1e-4, U-ViT", lr=1e-4, seed=302, steps=600, fault=lr_times_30),
+    Run("lr × 30 of 1e-5, UNet", make=unet, lr=1e-5, seed=303, steps=600, fault=lr_times_30),
+    Run("lr × 30 of 1e-4, UNet", make=unet, lr=1e-4, seed=304, steps=600, fault=lr_times_30),
+    Run("lr × 30 of 1e-4 at 400, UNet", make=unet, lr=1e-4, seed=305, steps=600, onset=400, fault=lr_times_30),
+    Run("lr × 30 at 400, grey, U-ViT", flat=True, lr=3e-4, seed=306, steps=600, onset=400, fault=lr_times_30),
+    Run("lr × 30 at 400, grey, UNet", make=unet, flat=True, seed=307, steps=600, onset=400, fault=lr_times_30),
+    Run(
+        "lr × 30 of 3e-4 at 400, U-ViT width 64, β2 0.999",
+        make=lambda: uvit(64, 6), optimiser="adam", lr=3e-4, seed=308, steps=600, onset=400, fault=lr_times_30,
+    ),
+    Run(
+        "lr × 30 of 3e-4 at 400, UNet, β2 0.999",
+        make=unet, optimiser="adam", lr=3e-4, seed=309, steps=600, onset=400, fault=lr_times_30,
+    ),
+    Run(
+        "lr × 30 of 2e-3 at 400, SGD, U-ViT",
+        optimiser="sgd", lr=2e-3, seed=310, steps=600, onset=400, fault=lr_times_30,
+    ),
+    Run("lr × 30 of 5e-3, SGD, UNet", make=unet, optimiser="sgd", lr=5e-3, seed=311, steps=600, fault=lr_times_30),
+]  # fmt: skip
+
+
+def first_passing(losses: list[float], onset: int = ONSET, factor: float = 10.0) -> int | None:
     """The first step from the onset on with a loss over `factor` times the median of the 100 before the onset."""
-    limit = factor * statistics.median(losses[ONSET - 100 : ONSET])
-    return next((step for step in range(ONSET + 1, len(losses) + 1) if not losses[step - 1] <= limit), None)
+    limit = factor * statistics.median(losses[onset - 100 : onset])
+    return next((step for step in range(onset + 1, len(losses) + 1) if not losses[step - 1] <= limit), None)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+MONITOR_RESULTS = Path(__file__).parents[1] / "results" / "monitor"  # not of throughput: rows of another kind
 
 
 @dataclass

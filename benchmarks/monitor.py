@@ -1,104 +1,156 @@
 """What the monitor costs a plain loop: `python -m benchmarks.monitor digits cifar10-unet`.
 
-One loop (forward, backward, AdamW) with and without a `StabilityMonitor` at its default interval. Turns of the two
-follow each other step by step, on the same weights, so that whatever else the machine does hits both alike. A
-monitored step is timed with the looks at the interval and the writing of their lines in it. On a CPU the time is
-that of the processor, which a shared machine disturbs less than the clock on the wall.
+One loop (forward, backward, AdamW) with and without a `StabilityMonitor` at its default interval, measured twice:
+
+- pairs: a plain and a monitored step follow each other on the same weights, now the one first and now the other.
+  The median of their differences holds all of the cost, and the noise of two whole steps: hence its standard error.
+- inside: the time within the monitor's own functions, in the loop, where they find the caches cold. Its median at
+  each place of two intervals, averaged over them, with the look and the written line. It is hardly noisy, leaves
+  out the few microseconds that torch takes to call a hook, and counts what the optimiser then finds in the caches.
+
+On a CPU whole steps are timed by the processor's clock, which a shared machine disturbs less than that on the wall.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from datetime import date
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 import typer
+from torch import nn
 
-from benchmarks.measure import RESULTS, Row, hardware, table, write
+from benchmarks.measure import MONITOR_RESULTS, hardware
 from scalelong import StabilityMonitor
 from scalelong.backbones.build import build
 
 INTERVAL = 50
+WARMUP = 3
 
 
 def main(
     presets: Annotated[list[str], typer.Argument(help="Networks by name.")],
     batch: Annotated[int, typer.Option(help="Images per step.")] = 64,
-    rounds: Annotated[int, typer.Option(help="Intervals of steps for each.")] = 6,
+    rounds: Annotated[int, typer.Option(help="Intervals of steps for each, two at least.")] = 10,
     interval: Annotated[int, typer.Option(help="The monitor's interval.")] = INTERVAL,
-    out: Annotated[Path, typer.Option(help="Where the result file goes.")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="Where the result file goes.")] = MONITOR_RESULTS,
 ) -> None:
-    """Time steps with and without the monitor in turns, and print the overhead."""
-    rows = []
+    """Time steps with and without the monitor in turns, print the overhead and write a dated result file."""
+    about = {"batch": batch, "interval": interval, "hardware": hardware(), "torch": torch.__version__}
+    rows: list[dict[str, Any]] = []
     for preset in presets:
-        times = measure(preset, batch, rounds * interval, interval)
-        share = overhead(times, interval)
-        rows += [_row(f"{preset}, {name}", batch, found) for name, found in times.items()]
-        typer.echo(f"{preset}: {share:+.2%} with the monitor, interval {interval}")
-    typer.echo(table(rows))
-    typer.echo(f"written: {write(rows, f'monitor-{presets[0]}', out)}")
+        rows.append({"preset": preset, **measure(preset, batch, rounds * interval, interval), **about})
+        typer.echo(sentence(rows[-1]))
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / f"{date.today().isoformat()}-monitor-{'-'.join(presets)}.json"
+    file.write_text(json.dumps(rows, indent=1) + "\n")
+    typer.echo(f"written: {file}")
 
 
-def measure(preset: str, batch: int, steps: int, interval: int) -> dict[str, list[float]]:
-    """Milliseconds of each step: plain, monitored, and of those the observed ones."""
-    model = build(preset).train()
-    size, channels = model.config.sample_size, model.config.in_channels
+def measure(preset: str, batch: int, steps: int, interval: int) -> dict[str, Any]:
+    """Milliseconds of a plain step, and the monitor's in two ways."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    images = torch.randn(batch, channels, size, size, device=device)
-    timesteps = torch.randint(0, 1000, (batch,), device=device)
-    times: dict[str, list[float]] = {"plain": [], "monitored": [], "observed": []}
-
-    def step(monitor: StabilityMonitor | None) -> float:
-        started = _now(device)
-        loss = F.mse_loss(model(images, timesteps, return_dict=False)[0], images)
-        loss.backward()
-        if monitor is not None:
-            monitor.step(loss)
-        optimiser.step()
-        optimiser.zero_grad()
-        return (_now(device) - started) * 1e3
-
+    model = build(preset).to(device).train()
+    step = training_step(model, batch, device)
+    plain, more, inside = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         monitor = StabilityMonitor(model, folder, interval=interval, on_alarm=lambda alarm: None, report=False)
+        watch = Stopwatch(monitor)
         for number in range(1, steps + 1):
-            _attach(monitor, False)
-            plain = step(None)
-            _attach(monitor, True)
-            kind = "observed" if number % interval == 0 else "monitored"
-            watched = step(monitor)
-            if number > 3:
-                times[kind].append(watched)
-            if number > 3 and kind == "monitored":  # before a look, the skips' hooks wait for it in both
-                times["plain"].append(plain)
+            times = {}
+            watch.spent = 0.0
+            for watched in (number % 2 == 0, number % 2 == 1):
+                watch.attach(watched)
+                started = _now(device)
+                step(watch.step if watched else lambda loss: None)
+                times[watched] = (_now(device) - started) * 1e3
+            plain.append(times[False])
+            more.append(times[True] - times[False])
+            inside.append(watch.spent * 1e3)
+        watch.attach(True)
         monitor.close()
-    return times
+    pairs, error = median_with_error(more[WARMUP:])
+    return {
+        "pairs": len(more) - WARMUP,
+        "plain_ms": round(statistics.median(plain[WARMUP:]), 3),
+        "pairs_ms": round(pairs, 4),
+        "pairs_standard_error_ms": round(error, 4),
+        "inside_ms": round(over_the_interval(inside, interval), 4),
+    }
 
 
-def overhead(times: dict[str, list[float]], interval: int) -> float:
-    """Share of a plain step: the median of what a step takes more than its neighbour, and what a look does."""
-    plain = statistics.median(times["plain"])
-    between = statistics.median(b - a for a, b in zip(times["plain"], times["monitored"], strict=True))
-    look = statistics.median(times["observed"]) - plain
-    return (between * (interval - 1) + look) / interval / plain
+def sentence(row: dict[str, Any]) -> str:
+    """A measurement, as shares of a plain step."""
+    names = ("pairs_ms", "pairs_standard_error_ms", "inside_ms")
+    pairs, error, inside = (row[name] / row["plain_ms"] for name in names)
+    return (
+        f"{row['preset']}, batch {row['batch']}: {row['plain_ms']:.1f} ms a plain step; the monitor takes "
+        f"{pairs:.2%} ± {error:.2%} of it by {row['pairs']} pairs, {inside:.2%} inside"
+    )
 
 
-def _attach(monitor: StabilityMonitor, on: bool) -> None:
-    """The plain step runs without a single hook of the monitor."""
-    for hook in (*monitor.pulse._hooks, *monitor._call._hooks):
-        hooks = hook.hooks_dict_ref()
-        if on:
-            hooks[hook.id] = _KEPT[hook.id]
-        else:
-            _KEPT[hook.id] = hooks.pop(hook.id)
+def training_step(model: nn.Module, batch: int, device: str) -> Callable[[Callable[[Any], Any]], None]:
+    """A step of a plain loop, with a place between the backward pass and the update."""
+    config: Any = model.config
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    images = torch.randn(batch, config.in_channels, config.sample_size, config.sample_size, device=device)
+    timesteps = torch.randint(0, 1000, (batch,), device=device)
+
+    def step(between: Callable[[Any], Any]) -> None:
+        loss = F.mse_loss(model(images, timesteps, return_dict=False)[0], images)
+        loss.backward()
+        between(loss)
+        optimiser.step()
+        optimiser.zero_grad()
+
+    return step
 
 
-_KEPT: dict[int, object] = {}
+class Stopwatch:
+    """Adds up the seconds within a monitor's hooks and its `step`, and takes the hooks off for a plain step."""
+
+    def __init__(self, monitor: StabilityMonitor) -> None:
+        self.spent = 0.0
+        self.step = self._timed(monitor.step)
+        hooks = [(hook.hooks_dict_ref(), hook.id) for hook in (*monitor.pulse._hooks, *monitor._call._hooks)]
+        self.hooks = [(place, key, self._timed(place[key])) for place, key in hooks]
+
+    def attach(self, on: bool) -> None:
+        """The skips' hooks, put on for a look, are not among them: they stay for the plain step before it."""
+        for place, key, hook in self.hooks:
+            if on:
+                place[key] = hook
+            else:
+                place.pop(key, None)
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            started = time.perf_counter()
+            result = function(*args)
+            self.spent += time.perf_counter() - started
+            return result
+
+        return timed
+
+
+def median_with_error(values: list[float]) -> tuple[float, float]:
+    """The median and its standard error, from the median distance to it, as for normal values."""
+    middle = statistics.median(values)
+    spread = 1.4826 * statistics.median(abs(v - middle) for v in values)
+    return middle, 1.2533 * spread / len(values) ** 0.5
+
+
+def over_the_interval(values: list[float], interval: int) -> float:
+    """The mean over the places of two intervals of their medians: turns are of two and four steps."""
+    period = 2 * interval
+    return statistics.mean(statistics.median(values[place::period]) for place in range(period))
 
 
 def _now(device: str) -> float:
@@ -106,24 +158,6 @@ def _now(device: str) -> float:
         return time.process_time()
     torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def _row(name: str, batch: int, times: list[float]) -> Row:
-    ms = statistics.median(times)
-    quarters = statistics.quantiles(times, n=4) if len(times) > 1 else [ms, ms, ms]
-    return Row(
-        name=name,
-        scaling="none",
-        batch=batch,
-        ms_per_step=round(ms, 4),
-        spread_ms=round(quarters[2] - quarters[0], 4),
-        images_per_s=round(batch / ms * 1e3, 1),
-        tflops=0.0,
-        peak_tflops=1.0,
-        memory_gib=0.0,
-        hardware=hardware(),
-        torch=torch.__version__,
-    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 from typer import Typer
 from typer.testing import CliRunner
@@ -121,13 +122,25 @@ def test_all_expectations_are_current():
 
 def test_what_the_monitor_costs(tmp_path):
     out = run(monitor, "digits", "--batch", "2", "--rounds", "2", "--interval", "4", "--out", str(tmp_path))
-    assert "with the monitor, interval 4" in out
-    assert [row.name for row in rows_in(tmp_path)] == ["digits, plain", "digits, monitored", "digits, observed"]
+    assert "of it by 5 pairs" in out
+    (row,) = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert row["plain_ms"] > 0 < row["inside_ms"]
+    assert row["interval"] == 4
 
 
-def test_the_overhead_counts_a_look_once_an_interval():
-    times = {"plain": [10.0] * 9, "monitored": [10.1] * 9, "observed": [15.1]}
-    assert math.isclose(monitor.overhead(times, 50), (10.1 * 49 + 15.1) / 50 / 10 - 1)
+def test_the_overhead_counts_a_look_once_an_interval_and_no_outlier():
+    rounds = [[0.1] * 49 + [5.1]] * 6
+    inside = [ms for one in rounds for ms in one]
+    inside[3] = 40.0  # the machine did something else
+    assert math.isclose(monitor.over_the_interval(inside, 50), (0.1 * 49 + 5.1) / 50)
+
+
+def test_the_standard_error_of_a_median_is_that_of_many_repetitions():
+    random = np.random.default_rng(0)
+    found = [monitor.median_with_error(list(random.normal(2, 3, 101))) for _ in range(2000)]
+    medians, errors = np.array(found).T
+    assert medians.mean() == pytest.approx(2, abs=0.05)
+    assert errors.mean() == pytest.approx(medians.std(), rel=0.05)
 
 
 def test_the_step_that_passes_ten_times_the_median():

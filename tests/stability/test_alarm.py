@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from scalelong.stability import alarm
-from scalelong.stability.alarm import LEARNING, Detector, deviation, steps_to_overflow, usual
+from scalelong.stability.alarm import LEARNING, Detector, median, steps_to_overflow, usual
 
 
 def feed(series, names=("loss",)):
@@ -22,8 +22,12 @@ def noisy(steps, level=1.0, spread=0.2, seed=0):
 
 
 def test_deviation_and_spread_of_known_rows():
-    logs = np.concatenate([np.arange(50.0), [7, 8, 9]])[None]
-    assert deviation(logs) == pytest.approx(8 - 25)
+    detector = Detector(["loss"])
+    for step, log in enumerate([*range(-2, 50), 7, 8, 9]):
+        detector.update(step, [math.exp(log)])
+    assert detector.seen == 55  # a step that takes a new median
+    assert detector.deviations[0, 55] == pytest.approx(8 - 25)
+    assert median(np.arange(5.0)[None]) == 2
     values = np.random.default_rng(0).normal(3, 2, (1, 100_001))
     centre, spread = usual(values)
     assert centre == pytest.approx(3, abs=0.05)
@@ -94,6 +98,17 @@ def test_unseen_signals_wait_without_harm():
     assert not feed(x, ("output/b",))
     x[800:] *= 50
     assert feed(x, ("output/b",))
+
+
+def test_what_sleeps_now_and_then_rings_nothing_until_it_has_been_awake_for_long():
+    x = noisy(1600)
+    x[100:900] *= np.random.default_rng(1).random(800) < 0.1  # a dead unit, alive for every tenth batch
+    x[500:900] *= 30
+    assert not feed(x, ("gradient/skip_scaling",))
+    x[900:] = noisy(700, seed=1)
+    x[1400:] *= 30
+    (first, *_) = feed(x, ("gradient/skip_scaling",))
+    assert 1401 <= first.step <= 1404
 
 
 def test_half_precision_rings_before_its_range_ends():

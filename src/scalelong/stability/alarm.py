@@ -1,10 +1,10 @@
 """The alarm before divergence: is a signal growing as it never did in this run?
 
 All is in logarithms, so that a factor counts the same at any size. A signal's deviation is the mean of its last 3
-values less the median of the 50 before. It is compared with the deviations that the same signal showed before in
-the same run: the alarm rings where it lies far outside of those (`STRANGE` spreads) and is large in itself
-(`LARGE`), so that neither a noisy signal nor a very quiet one rings by nature. Half-precision outputs have one more
-rule: growth that leaves the dtype's range within `SOON` steps.
+values less the median of the 50 before (renewed every few steps). It is compared with the deviations that the same
+signal showed before in the same run: the alarm rings where it lies far outside of those (`STRANGE` spreads) and is
+large in itself (`LARGE`), so that neither a noisy signal nor a very quiet one rings by nature. Half-precision
+outputs have one more rule: growth that leaves the dtype's range within `SOON` steps.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ RECENT = 3
 REFERENCE = 50
 HISTORY = 300
 LEARNING = 150  # steps without an alarm, in which the run shows what is usual
+FEW = 30  # values are no history, of a signal that is not seen in every step
 STRANGE = 7.0
 LARGE = math.log(1.5)
 QUIET = 0.03  # the least spread that a signal is believed to have
 SOON = 50
 _GROWING = 1e-3  # per step: what grows less has no overflow to come
-_REFRESH = 10  # steps between two looks at the whole history: what is usual changes slowly
+_REFERENCE_EVERY = 5  # steps between two medians of the reference,
+_USUAL_EVERY = 25  # and between two looks at the whole history: both change slowly
 
 
 @dataclass(frozen=True)
@@ -57,18 +59,13 @@ class Alarm:
         return {**self.__dict__, "others": list(self.others)}
 
 
-def deviation(logs: Array) -> Array:
-    """Mean of the last `RECENT` values less the median of those before; [signals, steps] -> [signals]."""
-    return logs[:, -RECENT:].mean(axis=1) - _median(logs[:, :-RECENT])
-
-
 def usual(deviations: Array) -> tuple[Array, Array]:
     """Median and robust spread (1.48 MAD, and never less than `QUIET`) of past deviations, [signals, steps]."""
-    centre = _median(deviations)
-    return centre, 1.4826 * _median(np.abs(deviations - centre[:, None])) + QUIET
+    centre = median(deviations)
+    return centre, 1.4826 * median(np.abs(deviations - centre[:, None])) + QUIET
 
 
-def _median(values: Array) -> Array:
+def median(values: Array) -> Array:
     """The upper median along the last axis: a fraction of the cost of numpy's own."""
     middle = values.shape[-1] // 2
     return np.partition(values, middle, axis=-1)[..., middle]
@@ -86,50 +83,65 @@ class Detector:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
+        size = len(self.names)
         self.seen = 0
-        self.logs = np.zeros((len(self.names), REFERENCE + RECENT))
-        self.deviations = np.zeros((len(self.names), HISTORY))
-        self._values = np.zeros(len(self.names), dtype=int)  # how many each signal has had
-        self._needed = np.full(len(self.names), LEARNING)  # how many before it may ring
+        self.recent = np.zeros((RECENT, size))  # logarithms of the last steps, oldest first,
+        self.before = np.zeros((size, REFERENCE))  # and of those before them, in a ring
+        self.deviations = np.zeros((size, HISTORY))
+        self._reference = np.zeros(size)
         self._usual = usual(self.deviations)
+        self._values = np.zeros(size, dtype=int)  # how many each signal has had
+        self._rings_after = np.full(size, LEARNING)  # steps
         self._quiet_until = 0
         kinds = [name.partition("/")[0] for name in self.names]
         self._both_ways = np.array([kind == "gate" for kind in kinds])
         self._peaks = np.array([i for i, kind in enumerate(kinds) if kind == "peak"], dtype=int)
 
-    def update(self, step: int, values: Sequence[float]) -> Alarm | None:
+    def update(self, step: int, values: Sequence[float] | NDArray[np.floating[Any]]) -> Alarm | None:
         """Take a step's values and return the alarm, if it rings. What is not positive and finite was not seen."""
         self._take(np.asarray(values, dtype=np.float64))
         self.seen += 1
-        now = deviation(self.logs)
+        if self.seen % _REFERENCE_EVERY == 0:
+            self._reference = median(self.before)
+        now = self.recent.mean(axis=0) - self._reference
         alarm = self._judge(step, now) if step >= self._quiet_until else None
         self.deviations[:, self.seen % HISTORY] = now
-        if self.seen % _REFRESH == 0:
+        if self.seen % _USUAL_EVERY == 0:
             self._usual = usual(self.deviations[:, : self.seen + 1])
         if alarm:
             self._quiet_until = step + REFERENCE
         return alarm
 
     def _take(self, values: Array) -> None:
-        """Append a column of logarithms. An unseen signal keeps its value; its first one stands for all before."""
-        there = np.isfinite(values) & (values > 0)
-        new = np.log(values, out=self.logs[:, -1].copy(), where=there)
+        """Append the logarithms. An unseen signal keeps its value; its first one stands for all before."""
+        there = (values > 0) & (values < np.inf)
+        new = np.log(values, out=self.recent[-1].copy(), where=there)
         first = there & (self._values == 0)
-        if self.seen > REFERENCE:  # a latecomer's history is empty until it has filled the whole of it
-            self._needed[first] = HISTORY
+        if first.any():
+            self.recent[:, first] = new[first]
+            self.before[first] = new[first, None]
+            self._reference[first] = new[first]
+            self._rings_after[first] = self._history_from_here()
+        # A signal that is exactly 0, of a gate whose unit is dead, is usual in nothing once it wakes up.
+        self._rings_after[values == 0] = self._history_from_here()
         self._values += there
-        self.logs[first] = new[first, None]
-        self.logs[:, :-1] = self.logs[:, 1:]
-        self.logs[:, -1] = new
+        self.before[:, self.seen % REFERENCE] = self.recent[0]
+        self.recent[:-1] = self.recent[1:]
+        self.recent[-1] = new
+
+    def _history_from_here(self) -> int:
+        """The step after which a signal may ring that begins now; a late one fills a whole history first."""
+        return self.seen + HISTORY if self.seen > REFERENCE else self.seen + LEARNING
 
     def _judge(self, step: int, now: Array) -> Alarm | None:
         centre, spread = self._usual
-        away = np.where(self._both_ways, np.abs(now - centre), now - centre)
-        score = away / spread
-        rings = (score > STRANGE) & (np.where(self._both_ways, np.abs(now), now) > LARGE)
+        score, size = (now - centre) / spread, now.copy()
+        for signed in (score, size):
+            np.abs(signed, out=signed, where=self._both_ways)
+        rings = (score > STRANGE) & (size > LARGE)
         if self._values[self._peaks].any():
-            rings[self._peaks] |= steps_to_overflow(self.logs[self._peaks, -20:]) < SOON
-        rings &= self._values > self._needed
+            rings[self._peaks] |= steps_to_overflow(self._newest(self._peaks, 20)) < SOON
+        rings &= (self._rings_after < self.seen) & (self._values > FEW)
         if not rings.any():
             return None
         order = [int(i) for i in np.argsort(-score) if rings[i]]
@@ -137,11 +149,14 @@ class Detector:
         others = tuple(self.names[i] for i in order[1:])
         return Alarm(step, signal, layer, math.exp(now[order[0]]), float(score[order[0]]), others)
 
+    def _newest(self, rows: NDArray[np.int_], steps: int) -> Array:
+        """The last logarithms of some signals in their order, [rows, steps]."""
+        order = np.arange(self.seen - steps + RECENT, self.seen) % REFERENCE
+        return np.concatenate([self.before[rows][:, order], self.recent.T[rows]], axis=1)
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        arrays = {"logs": self.logs, "deviations": self.deviations, "values": self._values}
-        arrays["needed"] = self._needed
-        return {"names": self.names, "seen": self.seen} | {key: value.tolist() for key, value in arrays.items()}
+        return {"names": self.names, "seen": self.seen} | {k: v.tolist() for k, v in self._arrays().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
@@ -151,6 +166,18 @@ class Detector:
                 "this model; load it into a monitor of the same model, or start a fresh one."
             )
         self.seen = state["seen"]
-        self.logs, self.deviations = np.array(state["logs"]), np.array(state["deviations"])
-        self._values, self._needed = np.array(state["values"]), np.array(state["needed"])
-        self._usual = usual(self.deviations[:, : self.seen + 1])
+        for name, array in self._arrays().items():
+            array[...] = state[name]
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        centre, spread = self._usual
+        return {
+            "recent": self.recent,
+            "before": self.before,
+            "deviations": self.deviations,
+            "reference": self._reference,
+            "centre": centre,
+            "spread": spread,
+            "values": self._values,
+            "rings after": self._rings_after,
+        }

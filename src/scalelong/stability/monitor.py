@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from scalelong.skips.sites import UnsupportedModelError
 from scalelong.stability.alarm import Alarm, Detector
 from scalelong.stability.inbox import Inbox
 from scalelong.stability.levels import NoiseLevels
-from scalelong.stability.pulse import Pulse
+from scalelong.stability.pulse import Pulse, Values
 from scalelong.stability.replay import LastCall
 from scalelong.training.guard import NonFiniteError
 from scalelong.training.log import METRICS, NoLog, RunLog
@@ -87,18 +88,18 @@ class StabilityMonitor:
         self.steps = first_step
         self.alarms: list[Alarm] = []
         self.skipped_steps = 0  # left out by the GradScaler
-        self.pulse = Pulse(self.model)
+        self._call = LastCall(model)
+        self.pulse = Pulse(self.model, self._call)
         self.detector = Detector(self.pulse.names)
         self.oscillation = Oscillation()
         self.observer = _observer(self.model)
         self._compiled = is_compiled(model)
-        self._call = LastCall(model)
         self._inbox = Inbox()
         self._watching = ExitStack()
         self._observing = False
         self._in_trouble = False
         self._losses: list[float] = []
-        self._last: dict[str, float] = {}
+        self._last: Values = np.empty(0, dtype=np.float32)
         self._closed = False
         self.log = self._open_log(logger, first_step)
         self._since = self.steps, time.perf_counter()
@@ -118,9 +119,12 @@ class StabilityMonitor:
         self.steps += 1
         if timesteps is not None and losses is not None:
             self.levels.add(timesteps, losses)
-        device = self.pulse.parameters[0].device
-        self._inbox.send(self.steps, self.pulse.take(torch.as_tensor(loss, device=device)))
-        rung = self._read(wait=self.wait or self._observing)
+        loss = torch.as_tensor(loss, device=self.pulse.parameters[0].device)
+        if self.pulse.looking:
+            self._inbox.send(self.steps, *self.pulse.take(loss))
+            rung = self._read(wait=self.wait or self._observing)
+        else:
+            rung = self._judge(self.steps, self.pulse.glance(loss))
         if self._observing:
             self._write()
         self._call.fresh = False
@@ -176,6 +180,7 @@ class StabilityMonitor:
         self._watching.close()
         coming = self.steps + 1
         self._observing = coming % self.interval == 0
+        self.pulse.arm(coming, everything=self._observing)
         if self._observing and self.observer is not None:
             self._watching.enter_context(self.observer.watching())
             if self._compiled:  # a compiled graph calls no hooks
@@ -183,42 +188,43 @@ class StabilityMonitor:
 
     def _read(self, *, wait: bool) -> Alarm | None:
         rung = None
-        for step, values in self._inbox.arrived(wait=wait):
-            named = dict(zip(self.pulse.names, values, strict=True))
-            if self._is_bad(step, named):
-                continue
-            self._losses.append(named["loss"])
-            self._last = named
-            if alarm := self.detector.update(step, values):
-                rung = alarm
-                self._ring(alarm)
+        for step, taken, note in self._inbox.arrived(wait=wait):
+            values = self.pulse.read(taken, note)
+            self._last = values
+            rung = self._judge(step, values) or rung
         return rung
 
-    def _is_bad(self, step: int, values: dict[str, float]) -> bool:
+    def _judge(self, step: int, values: Values) -> Alarm | None:
+        if self._is_bad(step, values):
+            return None
+        self._losses.append(float(values[0]))
+        if alarm := self.detector.update(step, values):
+            self._ring(alarm)
+        return alarm
+
+    def _is_bad(self, step: int, values: Values) -> bool:
         """Report a step that is not finite; of several in a row, the first."""
-        bad = [
-            name for name, v in values.items() if not math.isfinite(v) and name.startswith(("loss", "gradient/"))
-        ]
-        if not bad:
+        if np.isfinite(values[: self.pulse.telling]).all():
             self._in_trouble = False
             return False
-        if self.scaler is not None and math.isfinite(values["loss"]) and self.scaler.get_scale() > 1:
+        if self.scaler is not None and math.isfinite(values[0]) and self.scaler.get_scale() > 1:
             self.skipped_steps += 1
             return True
         if not self._in_trouble:
             self._in_trouble = True
-            what = "loss" if "loss" in bad else "gradient"
-            self._report_bad(NonFiniteError(step, what, self._culprit(step, values, bad), _ADVICE))
+            what = "gradient" if math.isfinite(values[0]) else "loss"
+            self._report_bad(NonFiniteError(step, what, self._culprit(step, values), _ADVICE))
         return True
 
-    def _culprit(self, step: int, values: dict[str, float], bad: list[str]) -> str:
+    def _culprit(self, step: int, values: Values) -> str:
         if step == self.steps:
             return self._call.trace()
-        blocks = [name for name, v in values.items() if name.startswith("output/") and not math.isfinite(v)]
+        bad = [self.pulse.names[i] for i in np.flatnonzero(~np.isfinite(values))]
+        blocks = [name for name in bad if name.startswith("output/")]
         late = f"it was found {self.steps - step} steps later (wait=True finds the module, before the update)"
         if blocks:
             return f"the first block with a non-finite output is {blocks[0].partition('/')[2]}; {late}"
-        return f"no block's output was seen to be non-finite, and the gradient of {len(bad)} blocks was; {late}"
+        return f"no block's output was seen to be non-finite, but {', '.join(bad[:3])}; {late}"
 
     def _report_bad(self, error: NonFiniteError) -> None:
         self.log.write(error.step, nonfinite={"what": error.what, "culprit": error.culprit})
@@ -234,15 +240,17 @@ class StabilityMonitor:
         since, started = self._since
         seconds = (time.perf_counter() - started) / (self.steps - since)
         self._since = self.steps, time.perf_counter()
+        gradients = {f"gradient/{block}": norm for block, norm in self.pulse.gradient_norms().items()}
         main: Signals = {}
         if self._losses:
             main["loss"] = sum(self._losses) / len(self._losses)
-            main["gradient norm"] = math.hypot(*self._of_kind("gradient").values())
+            main["gradient norm"] = math.hypot(*gradients.values())
             main["weight norm"] = torch.nn.utils.get_total_norm(self.pulse.parameters).item()
-        signals = {name: v for name, v in self._last.items() if name != "loss" and v >= 0}
+        seen = zip(self.pulse.names, self._last.tolist(), strict=False)
+        signals = {name: v for name, v in seen if v >= 0 and name != "loss"} | gradients
         if self.observer is not None:
             self._watching.close()
-            self.observer.measure()
+            self.observer.measure(blocks=False)
             signals |= self.observer.signals()
         by_noise = self.levels.take()
         more: dict[str, Any] = {"loss by noise": by_noise} if by_noise else {}
@@ -257,9 +265,6 @@ class StabilityMonitor:
             signals=signals,
             oscillation=self.oscillation.update(main | signals),
         )
-
-    def _of_kind(self, kind: str) -> dict[str, float]:
-        return {name: v for name, v in self._last.items() if name.startswith(f"{kind}/") and v >= 0}
 
     def _let_go(self) -> None:
         if self._closed:

@@ -1,133 +1,257 @@
 """What every step shows at little cost: the loss, each block's output, gradient and update, each skip's gate.
 
-All of it is a vector on the device. Blocks are those of `gradient_norms`, `in_blocks.3` or `up_blocks.1`.
+All of it is a vector on the device. Blocks are those of `gradient_norms`, `in_blocks.3` or `up_blocks.1`. What
+costs is the number of calls of torch, each of which finds the processor's caches full of the training: hence few of
+them, and the arithmetic on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from scalelong.skips.apply import scaling_of
 from scalelong.skips.scalers import FixedScale, GatedScale
 from scalelong.stability.hooks import Unkept
+from scalelong.stability.replay import LastCall
 from scalelong.training.guard import tensors_in
-from scalelong.training.signals import block_of, in_training_forward
+from scalelong.training.signals import block_of
+
+Values = NDArray[np.float32]
 
 UNSEEN = -1.0  # all signals are norms: what was not seen this time is told apart from what is not a number
-_PROBED = 256  # weights per block whose change stands for the block's
+ASLEEP = 0.0  # of a block whose gradient is exactly that
+_FIRST = 3  # blocks at the input, to which all comes back that is not finite
+_LINES = _LINE = 16  # weights whose change stands for their block's: so many pieces, each a line of a cache
 
 
 class Pulse:
-    """Takes the pulse of a model. Its hooks stay on the blocks until `close`."""
+    """Takes the pulse of a model while `call` sees it run. Its hooks stay on the blocks until `close`.
 
-    def __init__(self, model: nn.Module) -> None:
+    On a CPU gradients and updates are taken in every second step, outputs and gates in every fourth; between them a
+    glance at the loss, the first gradients and the first output tells whether all is finite, and a batch as usual.
+    A GPU does not wait and shows everything in every step: there only an output names the block of a NaN, which is
+    found late.
+    """
+
+    def __init__(self, model: nn.Module, call: LastCall) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not named:
             raise ValueError(
                 f"{type(model).__name__} has no parameter to train; give the monitor the model in training."
             )
+        self.call = call
         self.parameters = [p for _, p in named]
         prefix = shared_prefix([name for name, _ in named])
-        blocks = [_block(name, prefix) for name, _ in named]
-        self.blocks = list(dict.fromkeys(blocks))
-        self._block_of_parameter = torch.tensor([self.blocks.index(b) for b in blocks])
-        self._probed = [
-            _largest([p for p, b in zip(self.parameters, blocks, strict=True) if b == block])
-            for block in self.blocks
+        self._block_of = [_block(name, prefix) for name, _ in named]
+        self.blocks = list(dict.fromkeys(self._block_of))
+        self._largest = [
+            max((p for p, b in self._in_blocks() if b == block), key=Tensor.numel) for block in self.blocks
         ]
+        self._samples = Samples(self._largest)
         self._before: Tensor | None = None
-        modules = dict(model.named_modules())
+        self._step = self._step_before = 0
+        self._blanks: list[Tensor] = []
+        self.looking = self.showing = True  # whether this step is taken, and its outputs and gates are
+        self._norms: dict[str, Tensor] = {}  # of the outputs of this step, by block,
+        self._sizes: dict[str, int] = {}  # and how many numbers they are of
+        self._peaks: dict[str, Tensor] = {}
+        self._means: dict[str, Tensor] = {}
         handle = scaling_of(model)
-        scales = {
-            f"skip {i}": s for i, s in enumerate(handle.scales if handle else ()) if not isinstance(s, FixedScale)
-        }
-        self._hooks: list[RemovableHandle] = [
-            *(modules[b].register_forward_hook(_Showing(self.see_output, b)) for b in self.blocks if b in modules),
-            *(scale.register_forward_hook(_Showing(self.see_gate, name)) for name, scale in scales.items()),
-        ]
-        of_blocks = {
-            kind: [f"{kind}/{block}" for block in self.blocks] for kind in ("gradient", "update", "output", "peak")
-        }
-        self._shown = [*of_blocks["output"], *of_blocks["peak"], *(f"gate/{name}" for name in scales)]
-        self._seen: dict[str, Tensor] = {}
-        self.names = ["loss", *of_blocks["gradient"], *of_blocks["update"], *self._shown]
+        scales = enumerate(handle.scales if handle else ())
+        gates = {f"skip {i}": scale for i, scale in scales if not isinstance(scale, FixedScale)}
+        self._gates = list(gates)
+        self._limits = np.array([gate_limit(scale) for scale in gates.values()], dtype=np.float32)
+        self._hooks = self._hook(model, gates)
+        shown = {"gradient": self.blocks, "output": self.blocks, "peak": self.blocks, "gate": self._gates}
+        shown["update"] = self.blocks
+        self.names = ["loss", *(f"{kind}/{name}" for kind, names in shown.items() for name in names)]
+        self.telling = 1 + len(self.blocks)  # the first of them tell whether a step is finite
+
+    def _in_blocks(self) -> Iterator[tuple[nn.Parameter, str]]:
+        return zip(self.parameters, self._block_of, strict=True)
+
+    def _hook(self, model: nn.Module, gates: Mapping[str, nn.Module]) -> list[RemovableHandle]:
+        modules = dict(model.named_modules())
+        blocks = [b for b in self.blocks if b in modules]
+        outputs = [(modules[b], _Showing(self, self.see_output, b, always=b == blocks[0])) for b in blocks]
+        coefficients = [(gate, _Showing(self, self.see_gate, name)) for name, gate in gates.items()]
+        return [module.register_forward_hook(hook) for module, hook in outputs + coefficients]
 
     def close(self) -> None:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
 
-    @torch.no_grad()
-    def take(self, loss: Tensor) -> Tensor:
-        """The step's values, in the order of `names`, once its gradients are there; no wait for the device."""
-        unseen = loss.new_full((), UNSEEN, dtype=torch.float32)
-        shown = torch.stack([self._seen.get(name, unseen) for name in self._shown])
-        self._seen.clear()
-        return torch.cat([loss.detach().float().reshape(1), self._gradients(), self._updates(), shown])
+    def arm(self, step: int, *, everything: bool) -> None:
+        """Say which step is coming, and whether it is to show everything."""
+        self._step = step
+        everything = everything or self.parameters[0].is_cuda
+        self.looking = everything or step % 2 == 0
+        self.showing = everything or step % 4 == 0
 
-    def see_output(self, block: str, module: nn.Module, output: Tensor) -> None:
-        """A block's RMS, and in half precision its largest value as a share of the dtype's range."""
-        rms = torch.linalg.vector_norm(output, dtype=torch.float32) / output.numel() ** 0.5
-        self._note(f"output/{block}", rms)
+    @torch.no_grad()
+    def glance(self, loss: Tensor) -> Values:
+        """The loss, the first gradients and the first output, in the order of `names`; for a CPU: it waits."""
+        values = np.full(len(self.names), UNSEEN, dtype=np.float32)
+        values[0] = loss.item()
+        for block, output in self._norms.items():
+            values[self.names.index(f"output/{block}")] = output.item() / self._sizes[block] ** 0.5
+        self._norms, self._sizes, self._peaks = {}, {}, {}
+        for place, norm in enumerate(self._gradients(self._largest[:_FIRST]), start=1):
+            values[place] = UNSEEN if norm is None else norm.item()
+        return values
+
+    @torch.no_grad()
+    def take(self, loss: Tensor) -> tuple[Tensor, Note]:
+        """The step's numbers, once its gradients are there, for `read`; no wait for the device."""
+        if not self._blanks or self._blanks[0].device != loss.device:
+            counts = (1, len(self.blocks), len(self.blocks), len(self._gates), len(self.blocks), len(self.blocks))
+            self._blanks = [torch.full((count,), UNSEEN, device=loss.device) for count in counts]
+        (unseen,), *blanks = self._blanks
+        gradients = [unseen if norm is None else norm for norm in self._gradients(self._largest)]
+        shown = [
+            torch.stack([seen.get(name, unseen) for name in names]) if seen else blank
+            for seen, names, blank in (
+                (self._norms, self.blocks, blanks[0]),
+                (self._peaks, self.blocks, blanks[1]),
+                (self._means, self._gates, blanks[2]),
+            )
+        ]
+        note = Note(self._sizes, self._step - self._step_before)
+        self._norms, self._sizes, self._peaks, self._means = {}, {}, {}, {}
+        updates = self._updates() or blanks[3:]
+        return torch.cat([torch.stack([loss.float().reshape(()), *gradients]), *shown, *updates]), note
+
+    def read(self, taken: Values, note: Note) -> Values:
+        """What `take` gave, on the host, in the order of `names`."""
+        blocks, gates = len(self.blocks), len(self._limits)
+        values = taken[:-blocks].copy()
+        values[-blocks:] /= max(note.steps, 1) * np.maximum(taken[-blocks:], 1e-12)
+        gradients, updates = values[1 : 1 + blocks], values[-blocks:]
+        updates[updates == 0] = UNSEEN  # a step that was left out
+        updates[gradients == 0] = ASLEEP  # what weight decay alone changes is no measure of updates to come
+        if note.sizes:
+            values[1 + blocks : 1 + 2 * blocks] /= [note.sizes.get(block, 1) ** 0.5 for block in self.blocks]
+        if gates:
+            odds = values[-blocks - gates : -blocks]
+            np.divide(odds, np.maximum(self._limits - odds, 1e-6), out=odds, where=self._limits < np.inf)
+        return values
+
+    @torch.no_grad()
+    def gradient_norms(self) -> dict[str, float]:
+        """‖∇‖ of each block that has one, of all its parameters; waits for the device."""
+        there = [(b, p.grad) for p, b in self._in_blocks() if p.grad is not None]
+        if not there:
+            return {}
+        norms = torch.stack(torch._foreach_norm([gradient for _, gradient in there], 2, torch.float32)).tolist()
+        found: dict[str, float] = {}
+        for (block, _), norm in zip(there, norms, strict=True):
+            found[block] = math.hypot(found.get(block, 0.0), norm)
+        return found
+
+    def see_output(self, block: str, output: Tensor) -> None:
+        """A block's norm, of all pieces of a batch; in half precision its largest share of the range as well."""
+        norm = torch.linalg.vector_norm(output, dtype=torch.float32)
+        self._norms[block] = torch.hypot(norm, self._norms[block]) if block in self._norms else norm
+        self._sizes[block] = self._sizes.get(block, 0) + output.numel()
         if output.dtype is torch.float16:
             low, high = torch.aminmax(output)
-            self._note(f"peak/{block}", torch.maximum(-low, high).float() / torch.finfo(torch.float16).max)
+            _keep_larger(self._peaks, block, torch.maximum(-low, high).float() / torch.finfo(torch.float16).max)
 
-    def see_gate(self, skip: str, scale: nn.Module, output: Tensor) -> None:
-        """A skip's mean coefficient; of a gate its odds, whose logarithm has no end to run into."""
-        mean = output.float().mean().abs()
-        self._note(
-            f"gate/{skip}",
-            mean / (gate_limit(scale) - mean).clamp_min(1e-6) if isinstance(scale, GatedScale) else mean,
-        )
+    def see_gate(self, skip: str, output: Tensor) -> None:
+        """A skip's mean coefficient."""
+        _keep_larger(self._means, skip, output.mean(dtype=torch.float32).abs())
 
-    def _note(self, name: str, value: Tensor) -> None:
-        """What is seen several times in a step, for the pieces of a batch, counts with its largest."""
-        self._seen[name] = torch.maximum(value, self._seen[name]) if name in self._seen else value
+    def _gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """‖∇‖ of each that has one.
 
-    def _gradients(self) -> Tensor:
-        grads = [p.grad for p in self.parameters]
-        there = [g for g in grads if g is not None]
-        if not there:
-            return torch.full((len(self.blocks),), UNSEEN, device=self.parameters[0].device)
-        norms = torch.stack(torch._foreach_norm(there)).float()
-        # The model may have moved since the monitor was made; where it has not, this copies nothing.
-        self._block_of_parameter = index = self._block_of_parameter.to(norms.device)
-        if len(there) < len(grads):
-            index = index[[i for i, g in enumerate(grads) if g is not None]]
-        squares = norms.new_zeros(len(self.blocks))
-        return squares.index_add_(0, index, norms.square()).sqrt()
+        What comes back through a layer and is not finite goes on to the blocks before it, and shows there.
+        """
+        gradients = [p.grad for p in parameters]
+        there = [g for g in gradients if g is not None]
+        norms = iter(torch._foreach_norm(there, 2, torch.float32) if there else ())
+        return [None if g is None else next(norms) for g in gradients]
 
-    def _updates(self) -> Tensor:
-        """‖Δw‖ / ‖w‖ of the probed weights since the last step."""
-        now = torch.cat([_strided(p) for p in self._probed]).float().reshape(len(self.blocks), _PROBED)
-        before, self._before = self._before, now
+    def _updates(self) -> tuple[Tensor, Tensor] | None:
+        """‖Δw‖ and ‖w‖ of the probed weights since they were last looked at."""
+        now = self._samples.take()
+        before, self._before, self._step_before = self._before, now, self._step
         if before is None:
-            return now.new_full((len(now),), UNSEEN)
-        return (now - before).norm(dim=1) / before.norm(dim=1).clamp_min(1e-12)
+            return None
+        return torch.linalg.vector_norm(now - before, dim=1), torch.linalg.vector_norm(before, dim=1)
+
+
+@dataclass(frozen=True)
+class Note:
+    """What the host knows of a step: how many numbers each output had, and how many steps an update is of."""
+
+    sizes: Mapping[str, int]
+    steps: int
+
+
+class Samples:
+    """The same `_LINES` pieces of each dense tensor, whatever its layout in memory."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self._addresses: list[int] = []
+        self._views: list[Tensor] = []
+
+    def take(self) -> Tensor:
+        """A copy, [tensors, numbers]."""
+        addresses = [t.data_ptr() for t in self.tensors]
+        if addresses != self._addresses:  # the first time, and where the model has moved
+            self._addresses = addresses
+            self._views = [view for t in self.tensors for view in _sample(t.detach())]
+        return torch.cat(self._views).float().view(len(self.tensors), _LINES * _LINE)
+
+
+def _sample(t: Tensor) -> list[Tensor]:
+    """Views of `_LINES` rows together; of a short tensor each number in a row of its own, and rows of zeros."""
+    if t.numel() >= _LINE:
+        return [t.as_strided((_LINES, _LINE), ((t.numel() - _LINE) // (_LINES - 1), 1))]
+    return [t.as_strided((t.numel(), _LINE), (1, 0)), t.new_zeros(_LINES - t.numel(), _LINE)]
 
 
 class _Showing(Unkept):
-    """Shows a module's outputs in training to `see`."""
+    """Shows a module's outputs in training to `see`; `always`, or when the pulse says so."""
 
-    def __init__(self, see: Callable[[str, nn.Module, Tensor], None], name: str) -> None:
+    def __init__(
+        self, pulse: Pulse, see: Callable[[str, Tensor], None], name: str, *, always: bool = False
+    ) -> None:
+        self.pulse = pulse
         self.see = see
         self.name = name
+        self.always = always
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if in_training_forward() and (tensor := next(tensors_in(output), None)) is not None:
-            with torch.no_grad():
-                self.see(self.name, module, tensor)
+        # The compiler finds a constant in the first question, and leaves out the hook.
+        if torch.compiler.is_compiling() or not ((self.pulse.showing or self.always) and self.pulse.call.running):
+            return
+        tensor = output if isinstance(output, Tensor) else next(tensors_in(output), None)
+        if tensor is not None:
+            self.see(self.name, tensor.detach())
 
 
-def gate_limit(scale: GatedScale) -> float:
-    """What its coefficients stay below."""
+def _keep_larger(seen: dict[str, Tensor], name: str, value: Tensor) -> None:
+    """What is seen several times in a step, for the pieces of a batch, counts with its largest."""
+    seen[name] = torch.maximum(value, seen[name]) if name in seen else value
+
+
+def gate_limit(scale: nn.Module) -> float:
+    """What the coefficients of a gate stay below: of these the odds are looked at, whose logarithm has no end."""
+    if not isinstance(scale, GatedScale):
+        return float("inf")
     gate = scale.gate if scale.gate is not None else scale.shared_gate[0]
     return 2.0 if gate.identity_start else 1.0
 
@@ -142,14 +266,3 @@ def shared_prefix(names: Sequence[str]) -> str:
 def _block(name: str, prefix: str) -> str:
     rest = name.removeprefix(prefix)
     return prefix + block_of(rest) if not prefix or "." in rest else prefix[:-1]
-
-
-def _largest(parameters: list[nn.Parameter]) -> nn.Parameter:
-    return max(parameters, key=lambda p: p.numel())
-
-
-def _strided(p: Tensor) -> Tensor:
-    """A sample of a dense tensor, whatever its layout in memory."""
-    stride = max(1, p.numel() // _PROBED)
-    sample = p.detach().as_strided((min(_PROBED, p.numel()),), (stride,))
-    return sample if len(sample) == _PROBED else nn.functional.pad(sample, (0, _PROBED - len(sample)))

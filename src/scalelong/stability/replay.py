@@ -28,6 +28,7 @@ class LastCall:
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.output_gradient: Tensor | None = None
         self.fresh = False  # whether the call is that of the present step
+        self.running = False  # whether it is under way; neither sampling, nor what backward computes again
         self._hooks = [
             model.register_forward_pre_hook(Unkept(self._before), with_kwargs=True),
             model.register_forward_hook(Unkept(self._after)),
@@ -62,15 +63,17 @@ class LastCall:
         return f"the first module with a non-finite gradient is {name}" if name else NOT_AGAIN
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if in_training_forward():
+        self.running = in_training_forward()
+        if self.running:
             self.arguments, self.output_gradient, self.fresh = (args, kwargs), None, True
             self._random = torch.get_rng_state(), _cuda_random(self.device)
-            self._autocast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
+            enabled = torch.is_autocast_enabled(self.device)
+            self._autocast = enabled, torch.get_autocast_dtype(self.device) if enabled else None
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        tensor = next(tensors_in(output), None)
-        if in_training_forward() and tensor is not None and tensor.requires_grad:
+        if self.running and (tensor := next(tensors_in(output), None)) is not None and tensor.requires_grad:
             tensor.register_hook(self._keep_gradient)
+        self.running = False
 
     def _keep_gradient(self, gradient: Tensor) -> None:
         self.output_gradient = gradient.detach()

@@ -74,10 +74,11 @@ class Observer:
         return see
 
     @torch.no_grad()
-    def measure(self, world: World | None = None) -> None:
+    def measure(self, world: World | None = None, *, blocks: bool = True) -> None:
         """Put what was seen, and the norms of the gradients that are there now, into one vector on the device.
 
-        What was seen is of the whole batch: of all its pieces, and of all processes.
+        What was seen is of the whole batch: of all its pieces, and of all processes. `blocks=False` leaves out the
+        gradients of all blocks, for those who have them already.
         """
         world = world or World()
         squares = world.sum(torch.stack([torch.stack(pieces).sum() for pieces in self.squares.values()]))
@@ -90,7 +91,8 @@ class Observer:
         for skip in self.skips:
             gradients = [p.grad for p in skip.block.parameters() if p.grad is not None]
             values[f"merge gradient/{skip.index}"] = total_norm(gradients).float()
-        values |= {f"gradient/{block}": norm for block, norm in gradient_norms(self.model).items()}
+        if blocks:
+            values |= {f"gradient/{block}": norm for block, norm in gradient_norms(self.model).items()}
         self.means.clear()
         self.squares.clear()
         self.names = list(values)
