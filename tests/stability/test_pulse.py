@@ -100,6 +100,21 @@ def test_a_glance_finds_a_gradient_that_comes_back_through_any_layer(layer, bad)
     assert not np.isfinite(values[: pulse.telling]).all()
 
 
+@pytest.mark.parametrize("step", [1, 2, 4], ids=["glance", "gradients", "everything"])
+@pytest.mark.parametrize("layer", range(4))
+def test_a_bad_gradient_of_one_bias_is_found_before_its_update(layer, step):
+    """It goes nowhere from there: no other gradient shows it."""
+    model = net()
+    pulse = pulse_of(model)
+    pulse.arm(step, everything=False)
+    loss = model(torch.randn(6, 3)).square().mean()
+    loss.backward()
+    model[layer].bias.grad[0] = float("nan")
+    values = np.array(list(taken(pulse, loss).values())) if pulse.looking else pulse.glance(loss)
+    assert not np.isfinite(values[: pulse.telling]).all()
+    assert np.isfinite(values[0])
+
+
 def test_a_glance_shows_the_first_output_alone():
     model = net()
     pulse = pulse_of(model)

@@ -30,7 +30,8 @@ Values = NDArray[np.float32]
 
 UNSEEN = -1.0  # all signals are norms: what was not seen this time is told apart from what is not a number
 ASLEEP = 0.0  # of a block whose gradient is exactly that
-_FIRST = 3  # blocks at the input, to which all comes back that is not finite
+OTHER = "other weights"  # than the largest of each block: whether their gradients are finite, and no more
+_FIRST = 3  # blocks at the input, whose gradients show what came back through all others
 _LINES = _LINE = 16  # weights whose change stands for their block's: so many pieces, each a line of a cache
 
 
@@ -38,7 +39,8 @@ class Pulse:
     """Takes the pulse of a model while `call` sees it run. Its hooks stay on the blocks until `close`.
 
     On a CPU gradients and updates are taken in every second step, outputs and gates in every fourth; between them a
-    glance at the loss, the first gradients and the first output tells whether all is finite, and a batch as usual.
+    glance at the loss, the first gradients and the first output tells whether a batch is as usual. Whether every
+    gradient is finite is looked at in every step, so that a bad one is known before its update.
     A GPU does not wait and shows everything in every step: there only an output names the block of a NaN, which is
     found late.
     """
@@ -54,10 +56,10 @@ class Pulse:
         prefix = shared_prefix([name for name, _ in named])
         self._block_of = [_block(name, prefix) for name, _ in named]
         self.blocks = list(dict.fromkeys(self._block_of))
-        self._largest = [
-            max((p for p, b in self._in_blocks() if b == block), key=Tensor.numel) for block in self.blocks
-        ]
-        self._samples = Samples(self._largest)
+        largest = {b: max((p for p, of in self._in_blocks() if of == b), key=Tensor.numel) for b in self.blocks}
+        places = {id(p): place for place, p in enumerate(self.parameters)}
+        self._largest = [places[id(p)] for p in largest.values()]
+        self._samples = Samples(list(largest.values()))
         self._before: Tensor | None = None
         self._step = self._step_before = 0
         self._blanks: list[Tensor] = []
@@ -72,10 +74,10 @@ class Pulse:
         self._gates = list(gates)
         self._limits = np.array([gate_limit(scale) for scale in gates.values()], dtype=np.float32)
         self._hooks = self._hook(model, gates)
-        shown = {"gradient": self.blocks, "output": self.blocks, "peak": self.blocks, "gate": self._gates}
+        shown = {"gradient": [*self.blocks, OTHER], "output": self.blocks, "peak": self.blocks, "gate": self._gates}
         shown["update"] = self.blocks
         self.names = ["loss", *(f"{kind}/{name}" for kind, names in shown.items() for name in names)]
-        self.telling = 1 + len(self.blocks)  # the first of them tell whether a step is finite
+        self.telling = 2 + len(self.blocks)  # the first of them tell whether a step is finite
 
     def _in_blocks(self) -> Iterator[tuple[nn.Parameter, str]]:
         return zip(self.parameters, self._block_of, strict=True)
@@ -107,8 +109,11 @@ class Pulse:
         for block, output in self._norms.items():
             values[self.names.index(f"output/{block}")] = output.item() / self._sizes[block] ** 0.5
         self._norms, self._sizes, self._peaks = {}, {}, {}
-        for place, norm in enumerate(self._gradients(self._largest[:_FIRST]), start=1):
+        norms, total = self._gradients()
+        for place, norm in enumerate(norms[:_FIRST], start=1):
             values[place] = UNSEEN if norm is None else norm.item()
+        if total is not None and not math.isfinite(found := total.item()):
+            values[self.telling - 1] = found
         return values
 
     @torch.no_grad()
@@ -118,7 +123,9 @@ class Pulse:
             counts = (1, len(self.blocks), len(self.blocks), len(self._gates), len(self.blocks), len(self.blocks))
             self._blanks = [torch.full((count,), UNSEEN, device=loss.device) for count in counts]
         (unseen,), *blanks = self._blanks
-        gradients = [unseen if norm is None else norm for norm in self._gradients(self._largest)]
+        norms, total = self._gradients()
+        gradients = [unseen if norm is None else norm for norm in norms]
+        gradients.append(unseen if total is None else torch.where(total.isfinite(), unseen, total))
         shown = [
             torch.stack([seen.get(name, unseen) for name in names]) if seen else blank
             for seen, names, blank in (
@@ -141,7 +148,9 @@ class Pulse:
         updates[updates == 0] = UNSEEN  # a step that was left out
         updates[gradients == 0] = ASLEEP  # what weight decay alone changes is no measure of updates to come
         if note.sizes:
-            values[1 + blocks : 1 + 2 * blocks] /= [note.sizes.get(block, 1) ** 0.5 for block in self.blocks]
+            values[self.telling : self.telling + blocks] /= [
+                note.sizes.get(block, 1) ** 0.5 for block in self.blocks
+            ]
         if gates:
             odds = values[-blocks - gates : -blocks]
             np.divide(odds, np.maximum(self._limits - odds, 1e-6), out=odds, where=self._limits < np.inf)
@@ -172,15 +181,16 @@ class Pulse:
         """A skip's mean coefficient."""
         _keep_larger(self._means, skip, output.mean(dtype=torch.float32).abs())
 
-    def _gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        """‖∇‖ of each that has one.
-
-        What comes back through a layer and is not finite goes on to the blocks before it, and shows there.
-        """
-        gradients = [p.grad for p in parameters]
+    def _gradients(self) -> tuple[list[Tensor | None], Tensor | None]:
+        """‖∇‖ of each block's largest weight, and the sum over all weights: finite where every gradient is."""
+        gradients = [p.grad for p in self.parameters]
         there = [g for g in gradients if g is not None]
-        norms = iter(torch._foreach_norm(there, 2, torch.float32) if there else ())
-        return [None if g is None else next(norms) for g in gradients]
+        if not there:
+            return [None] * len(self.blocks), None
+        norms = torch._foreach_norm(there, 2, torch.float32)
+        of_each = iter(norms)
+        found = [None if g is None else next(of_each) for g in gradients]
+        return [found[place] for place in self._largest], torch.stack(norms).sum()
 
     def _updates(self) -> tuple[Tensor, Tensor] | None:
         """‖Δw‖ and ‖w‖ of the probed weights since they were last looked at."""
