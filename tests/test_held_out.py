@@ -1,17 +1,20 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from scalelong import experiment
-from scalelong.cli.main import app
-from scalelong.config import with_overrides
+from scalelong import experiment, held_out
+from scalelong.cli.main import app, main
+from scalelong.config import LatentConfig, with_overrides
 from scalelong.data.images import Item, Source
+from scalelong.data.loader import Batch
 from scalelong.data.prepare import prepare
+from scalelong.data.store import open_store
 from scalelong.diffusion.process import process_named
-from scalelong.held_out import HeldOut, check_fits
+from scalelong.held_out import HeldOut, check_fits, check_like
 from scalelong.judging import judge_held_out
 from scalelong.presets import run_preset
 from scalelong.training.log import read_metrics
@@ -92,6 +95,32 @@ def test_what_does_not_fit_the_run_is_refused(tmp_path):
         check_fits(config, made(tmp_path / "none"))
     with pytest.raises(ValueError, match="2 images or more"):
         HeldOut(config, made(tmp_path / "again", classes=["a", "b"]), num=1)
+    with pytest.raises(ValueError, match="got 1 of"):
+        HeldOut(config, made(tmp_path / "one", 1, classes=["a", "b"]))
+    with pytest.raises(ValueError, match="classes of the training, a, b, got b, c"):
+        check_like(config, open_store(tmp_path / "data"), made(tmp_path / "named", classes=["b", "c"]))
+
+
+def test_latents_of_another_autoencoder_are_refused(tmp_path):
+    store = made(tmp_path / "data")
+    space = LatentConfig(autoencoder="a", weights="w", scaling_factor=0.18, shift_factor=0.0, image_shape=(8, 8, 1))
+    ours = replace(experiment.fitted_to(settings(), store), latents=space)
+    assert held_out._prepared(ours) == held_out._prepared(
+        replace(ours, latents=replace(space, autoencoder="moved"))
+    )
+    for change in ({"weights": "v"}, {"scaling_factor": 1.0}, {"shift_factor": 0.1}):
+        assert held_out._prepared(ours) != held_out._prepared(replace(ours, latents=replace(space, **change)))
+
+
+@pytest.mark.parametrize("process", ["edm", "flow:logit-normal", "vp-sde"])
+def test_a_time_that_is_rounded_up_to_the_end_is_finite(tmp_path, process):
+    """Position 175,840 of seed 0 draws a uniform of 1 - 2^-22 or more in its last stretch."""
+    store = made(tmp_path / "data", 2)
+    asked = HeldOut(experiment.fitted_to(settings(f"process={process}"), store), store)
+    batch = asked.loader.batch(0, 2)
+    late = Batch(batch.images[:1], None, torch.tensor([175_840]))
+    assert asked.times.uniform(late.indices * 8 + 7) >= 1 - 2**-22
+    assert asked.losses(Nothing(), late, None).isfinite().all()
 
 
 def test_a_run_logs_it_and_evaluate_finds_the_same(tmp_path):
@@ -107,6 +136,39 @@ def test_a_run_logs_it_and_evaluate_finds_the_same(tmp_path):
         found = json.loads(result.stdout)
         assert found["loss"] == pytest.approx(rows[4][f"loss at {rate}"], rel=1e-6)
         assert found["images"] == 12
+
+
+def test_other_held_out_images_are_asked_about_anew(tmp_path):
+    store = made(tmp_path / "data")
+    first, second = (made(tmp_path / str(offset), offset=offset) for offset in (100, 200))
+    for unseen in (first, second, second):
+        judge = judge_held_out(settings(), store, unseen, "cpu", num=100, every=4)
+        experiment.train(settings(), store, tmp_path / "run", device="cpu", judges=[judge], logger="none")
+    rows = [row["held out"] for row in read_metrics(tmp_path / "run") if "held out" in row]
+    assert len(rows) == 2  # the third time the same was asked
+    assert rows[0]["loss"] != rows[1]["loss"]
+    assert rows[0]["of"] != rows[1]["of"]
+
+
+def test_what_cannot_be_asked_is_told_before_anything_is_done(tmp_path, monkeypatch, capsys):
+    def told(*command):
+        monkeypatch.setattr("sys.argv", ["scalelong", *map(str, command)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, capsys.readouterr()
+
+    made(tmp_path / "data")
+    changes = [part for s in [*TINY, "train.steps=1"] for part in ("--set", s)]
+    train = ["train", "digits", "--data", tmp_path / "data", *changes, "--out", tmp_path / "run"]
+    code, said = told(*train, "--held-out", tmp_path / "nowhere", "--dry-run")
+    assert code == 2
+    assert "nowhere" in said.err
+    told(*train)
+    ask = ["evaluate", tmp_path / "run", "--data", tmp_path / "data", "--loss"]
+    assert told(*ask, "--dry-run")[1].out.startswith("the loss of")
+    code, said = told(*ask, "--caption-check")
+    assert code == 2
+    assert "one at a time" in said.err
 
 
 def test_commands_log_and_compare_it(tmp_path):

@@ -12,6 +12,7 @@ from scalelong.backbones.uvit import UViT
 from scalelong.data.latents import load_autoencoder
 from scalelong.diffusion.process import EDM, Flow, VariancePreserving
 from scalelong.diffusion.sampling import scheduler_for
+from scalelong.diffusion.solvers import EDM_SIGMAS
 from scalelong.diffusion.targets import SIGMA_DATA
 from scalelong.experiment import LoadedRun, autoencoder_of, encoder_of, process_of
 from scalelong.saving import load
@@ -56,7 +57,9 @@ def _scheduler(run: LoadedRun) -> Any:
 
     process = process_of(run.config)
     if isinstance(process, EDM):
-        return EDMDPMSolverMultistepScheduler(sigma_min=0.002, sigma_max=80.0, sigma_data=SIGMA_DATA)
+        return EDMDPMSolverMultistepScheduler(
+            sigma_min=EDM_SIGMAS[0], sigma_max=EDM_SIGMAS[1], sigma_data=SIGMA_DATA
+        )
     if isinstance(process, Flow):
         return FlowMatchEulerDiscreteScheduler()
     return scheduler_for(process, "ddim", clip=run.config.latents is None)

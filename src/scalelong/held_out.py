@@ -14,12 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.config import RunConfig
+from scalelong.data.contexts import check_same_encoder, info_of, text_of
 from scalelong.data.loader import Batch
 from scalelong.data.random import Stream
 from scalelong.data.store import Store
 from scalelong.experiment import fitted_to, loader_for, process_of
 
 DRAWS = 8
+_RESIDENT = 1 << 30  # bytes that may lie on the device beside a training
+_BELOW_ONE = 1 - 2**-24
 Progress = Callable[[Iterable[int], int], Iterable[int]]
 
 
@@ -55,13 +58,16 @@ class HeldOut:
         batch: int = 250,
         seed: int = 0,
     ) -> None:
-        if draws < 1 or (num is not None and num < 2):
-            raise ValueError(f"a held-out loss takes 2 images or more and draws from 1 up, got {num=}, {draws=}.")
+        self.images = min(len(store), len(store) if num is None else num)
+        if self.images < 2 or draws < 1:
+            raise ValueError(
+                f"a held-out loss takes 2 images or more and draws from 1 up, got {self.images} of {store.folder} "
+                f"and {draws=}."
+            )
         plain = replace(config.data, flip=False, label_dropout=0.0)
         config = replace(config, data=plain, train=replace(config.train, seed=seed))
-        self.loader = loader_for(config, store, device)
+        self.loader = loader_for(config, store, device, resident_bytes=_RESIDENT)
         self.process = process_of(config).to(self.loader.device)
-        self.images = min(len(store), num or len(store))
         self.draws, self.size = draws, batch
         self.noise, self.times = Stream(seed, "held-out noise"), Stream(seed, "held-out times")
 
@@ -80,7 +86,8 @@ class HeldOut:
     def _losses(self, model: nn.Module, batch: Batch, draw: int, given: dict[str, Tensor]) -> Tensor:
         counters = batch.indices * self.draws + draw
         noise = self.noise.normal(counters, tuple(batch.images.shape[1:]))
-        timesteps = self.process.timesteps((self.times.uniform(counters) + draw) / self.draws)
+        uniforms = (self.times.uniform(counters) + draw) / self.draws
+        timesteps = self.process.timesteps(uniforms.clamp(max=_BELOW_ONE))  # rounded up to 1, one in a million
         example = self.process.example(batch.images, noise, timesteps)
         prediction = model(example.inputs, timesteps, return_dict=False, **given)[0].float()
         each = (prediction - example.target).square().mean(dim=(1, 2, 3))
@@ -106,10 +113,36 @@ class HeldOut:
 
 def check_fits(config: RunConfig, store: Store) -> None:
     """Refuse images about which a run, fitted to its own data, cannot be asked."""
-    ours, theirs = config.model.changes, fitted_to(config, store).model.changes
-    for name in ("sample_size", "in_channels", "num_class_embeds"):
-        if ours.get(name) != theirs.get(name):
+    ours, theirs = _prepared(config), _prepared(fitted_to(config, store))
+    for name, value in ours.items():
+        if value != theirs[name]:
             raise ValueError(
-                f"held-out images are prepared like those of the training: {name} is {ours.get(name)} there, got "
-                f"{theirs.get(name)} in {store.folder}."
+                f"held-out images are prepared like those of the training: {name} is {value} there, got "
+                f"{theirs[name]} in {store.folder}."
             )
+
+
+def check_like(config: RunConfig, store: Store, held_out: Store) -> None:
+    """Refuse held-out images that were not prepared as the images of the training, `store`, were."""
+    check_fits(config, held_out)
+    if config.data.condition == "class" and store.manifest.classes != held_out.manifest.classes:
+        raise ValueError(
+            f"held-out images have the classes of the training, {_few(store)}, got {_few(held_out)} in "
+            f"{held_out.folder}."
+        )
+    if config.data.condition == "text":
+        check_same_encoder(text_of(held_out).null, info_of(store), text_of(store).null, str(held_out.folder))
+
+
+def _prepared(config: RunConfig) -> dict[str, Any]:
+    """What a fitted config knows of how its images were prepared."""
+    found = {name: config.model.changes.get(name) for name in ("sample_size", "in_channels", "num_class_embeds")}
+    if config.latents is not None:
+        latents = asdict(config.latents)
+        found |= {f"latents.{name}": latents[name] for name in ("weights", "scaling_factor", "shift_factor")}
+    return found
+
+
+def _few(store: Store) -> str:
+    names = store.manifest.classes or []
+    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")

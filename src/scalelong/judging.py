@@ -6,10 +6,10 @@ from torch import nn
 
 from scalelong import experiment
 from scalelong.config import RunConfig
-from scalelong.data.contexts import check_same_encoder, info_of, text_of
+from scalelong.data.contexts import text_of
 from scalelong.data.store import Store
 from scalelong.experiment import Judge
-from scalelong.held_out import HeldOut, check_fits
+from scalelong.held_out import HeldOut, check_like
 from scalelong.metrics.evaluate import batches, quality_of, reference_of, statistics_folder
 from scalelong.metrics.features import Features
 
@@ -48,7 +48,7 @@ def judge_quality(
         figures = {"fid": found.fid, "kid": found.kid, "precision": found.precision, "recall": found.recall}
         return {f"pixel_{name}" if on_pixels else name: value for name, value in figures.items()}
 
-    return Judge(QUALITY, figures_of, every)
+    return Judge(QUALITY, figures_of, every, f"{num} samples of {steps} steps, {features.name}")
 
 
 def judge_held_out(
@@ -56,8 +56,8 @@ def judge_held_out(
 ) -> Judge:
     """The loss on `num` images of another store than that of the training."""
     config = experiment.fitted_to(config, store)
-    check_fits(config, held_out)
-    if config.data.condition == "text":
-        check_same_encoder(text_of(held_out).null, info_of(store), text_of(store).null, str(held_out.folder))
-    asked = HeldOut(config, held_out, device=device, num=num)
-    return Judge(HELD_OUT, lambda model: {"loss": asked.measure(model).loss}, every)
+    check_like(config, store, held_out)
+    batch = min(250, config.train.batch_size)  # no more memory than a step takes
+    asked = HeldOut(config, held_out, device=device, num=num, batch=batch)
+    about = f"{asked.images} images of {held_out.checksum[:12]}"
+    return Judge(HELD_OUT, lambda model: {"loss": asked.measure(model).loss}, every, about)

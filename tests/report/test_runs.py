@@ -1,10 +1,12 @@
 import json
 import math
+from pathlib import Path
 
 import pytest
 
-from scalelong.config import ModelConfig, RunConfig, TrainConfig, to_dict
-from scalelong.report.runs import by_scaling, read_run, spread, summary_rows
+from scalelong.config import ModelConfig, RunConfig, TrainConfig, to_dict, with_overrides
+from scalelong.presets import run_preset
+from scalelong.report.runs import Run, by_scaling, read_run, spread, summary_rows
 
 
 def make(folder, scaling, seed, losses):
@@ -47,3 +49,21 @@ def test_a_run_that_logged_nothing_says_so(tmp_path):
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="has logged nothing yet"):
         read_run(folder)
+
+
+def test_differences_to_none_are_of_the_same_placement_and_seed():
+    def run(scaling, placement, seed, loss):
+        config = with_overrides(
+            run_preset("cifar10-unet"),
+            [f"model.scaling={scaling}", f"model.placement={placement}", f"train.seed={seed}"],
+        )
+        return Run([{"step": 1, "held out": {"loss": loss}}], Path("x"), config, {})
+
+    runs = [run("none", "norm", 0, 1.0), run("none", "norm", 1, 2.0), run("cs:0.7", "norm", 0, 0.5)]
+    runs += [run("cs:0.7", "norm", 1, 1.7)]
+    rows = {row["scaling"]: row for row in summary_rows(by_scaling(runs))}
+    assert rows["cs:0.7 at norm"]["less that of none"] == "-0.4 ± 0.1"
+    assert rows["none at norm"]["less that of none"] == "–"
+    twice = summary_rows(by_scaling([*runs, run("none", "norm", 0, 5.0)]))
+    assert [row["held-out loss"] for row in twice] == ["2.667 ± 2", "1.1 ± 0.6"]
+    assert [row["less that of none"] for row in twice] == ["–", "–"]

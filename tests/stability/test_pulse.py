@@ -40,6 +40,18 @@ def test_values_of_a_step():
     assert pulse.gradient_norms() == pytest.approx(both)
 
 
+def test_a_float64_model_is_watched_too():
+    model = net().double()
+    pulse = pulse_of(model)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    loss = model(x).square().mean()
+    loss.backward()
+    assert taken(pulse, loss)["gradient/1"] == pytest.approx(model[1].weight.grad.norm().item())
+    assert pulse.gradient_norms()["0"] > 0
+    pulse.arm(1, everything=False)
+    assert pulse.glance(loss)[0] == pytest.approx(loss.item())
+
+
 def test_an_update_is_that_of_one_step():
     model = net()
     pulse = pulse_of(model)

@@ -49,7 +49,7 @@ def compare(
     from scalelong.comparison import DIGITS_SETTINGS, Judging, default_workers, members
     from scalelong.config import with_overrides
     from scalelong.data.store import open_store
-    from scalelong.held_out import check_fits
+    from scalelong.held_out import check_like
     from scalelong.presets import run_preset
     from scalelong.report.page import write_report
     from scalelong.report.runs import by_scaling, read_run, summary_rows
@@ -67,7 +67,7 @@ def compare(
             group, store, out, workers, device
         )  # what is wrong with any run is told before the first
         if held_out is not None:
-            check_fits(experiment.fitted_to(base, store), open_store(held_out))
+            check_like(experiment.fitted_to(base, store), store, open_store(held_out))
         if dry_run:
             print_result(plan, as_json, comparison_text(plan))
             return

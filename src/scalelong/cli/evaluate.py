@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import print_result, sampling_of, tracked
+from scalelong.cli.common import is_first_process, print_result, sampling_of, tracked
 from scalelong.cli.plan import evaluation_plan, evaluation_text, opened_data
 
 if TYPE_CHECKING:
@@ -72,11 +72,14 @@ def evaluate(
     A run on text draws the captions of that data.
     """
     from scalelong import experiment
+    from scalelong.held_out import DRAWS
     from scalelong.metrics.evaluate import quality_of, reference_of, statistics_folder
     from scalelong.metrics.features import check_images, check_kind, features_named
     from scalelong.world import joined, local_device, rank_and_size
 
     check_kind(features, inception)
+    if loss and caption_check:
+        raise ValueError("--loss and --caption-check are two questions; ask one at a time.")
     processes = rank_and_size()[1]
     if num < 4 * processes:
         raise ValueError(f"--num is at least 4 for each of the {processes} processes, got {num}.")
@@ -92,11 +95,12 @@ def evaluate(
     with opened_data(data, dry_run) as store:
         _check_size(loaded.config, store)
         context = _context(loaded, store)
-        if loss:
-            _measure_loss(run, loaded, store, seed, batch, as_json)
-            return
-        if caption_check:
-            _check_captions(run, loaded, store, seed, batch, as_json)
+        if loss or caption_check:
+            if dry_run:
+                plan = _about(run, loaded, store) | {"images": len(store), "draws": DRAWS}
+                print_result(plan, as_json, f"the loss of {run} on {len(store):,} images, {DRAWS} times each")
+            elif is_first_process():
+                (_measure_loss if loss else _check_captions)(run, loaded, store, seed, batch, as_json)
             return
         check_images(features, store.manifest.height * store.manifest.width * store.manifest.channels)
         if dry_run:

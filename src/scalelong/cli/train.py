@@ -60,6 +60,8 @@ def train(
     """Train a preset on prepared data. Ctrl-C saves and stops; the same command goes on."""
     from scalelong import experiment
     from scalelong.config import with_overrides
+    from scalelong.data.store import open_store
+    from scalelong.held_out import check_like
     from scalelong.metrics.features import check_images, check_kind
     from scalelong.presets import run_preset
     from scalelong.training.trackers import check_logger
@@ -75,6 +77,8 @@ def train(
         if evaluate_every is not None:
             check_images(features, store.manifest.height * store.manifest.width * store.manifest.channels)
         _say_null_class(config, run_preset(preset).data.label_dropout)
+        if held_out is not None:
+            check_like(config, store, open_store(held_out))
         if dry_run:
             plan = training_plan(config, store, out, device)
             print_result(plan, as_json, training_text(plan))

@@ -17,6 +17,8 @@ from scalelong.data.random import Stream, permutation
 from scalelong.data.shards import ShardImages
 from scalelong.data.store import Store
 
+RESIDENT_BYTES = 8 << 30  # of a store that lives on the device, at most
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -46,7 +48,7 @@ class Loader:
         label_dropout: float | None = None,
         text_dropout: float | None = None,
         latents: bool = False,
-        resident_bytes: int = 8 << 30,
+        resident_bytes: int = RESIDENT_BYTES,
     ) -> None:
         if label_dropout is not None and store.labels is None:
             raise ValueError(

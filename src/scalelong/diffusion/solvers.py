@@ -20,7 +20,7 @@ from scalelong.diffusion.targets import converted, images_from, noise_from
 Predict = Callable[[Tensor, Tensor], Tensor]  # (x_t, k) -> the trained target
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
 
-_RATIOS = (0.002, 80.0)  # EDM's σ_min and σ_max
+EDM_SIGMAS = (0.002, 80.0)  # EDM's σ_min and σ_max
 _KARRAS = 7  # EDM's exponent: steps shorten towards the image
 _EM_END = 1e-3  # the reverse SDE stops here: at 0 the score is not defined
 
@@ -101,10 +101,10 @@ def even_ratios(process: Process, count: int) -> list[float]:
 def ratio_range(process: Process) -> tuple[float, float]:
     """Least and greatest ρ to solve between: EDM's, or those at k = 0 and 999 where these are less far apart."""
     if process.name == "edm":
-        return _RATIOS
+        return EDM_SIGMAS
     alpha, sigma = process.alpha_sigma(torch.tensor([0.0, NUM_TIMESTEPS - 1.0], dtype=torch.float64))
     ends = [s / a if a > 0 else math.inf for a, s in zip(alpha.tolist(), sigma.tolist(), strict=True)]
-    return max(_RATIOS[0], ends[0]), min(_RATIOS[1], ends[1])
+    return max(EDM_SIGMAS[0], ends[0]), min(EDM_SIGMAS[1], ends[1])
 
 
 def _part(part_from: Callable[..., Tensor], predict: Predict, process: Process, x: Tensor, ratio: float) -> Tensor:

@@ -107,13 +107,22 @@ def _held_out(groups: dict[str, list[Run]], scaling: str) -> dict[str, str]:
     """The loss on held-out images, and how much of it is the scaling: its difference to none, seed by seed."""
     if not any(run.series("held out", "loss")[0] for runs in groups.values() for run in runs):
         return {}
-    plain = {run.config.train.seed: run.last("held out", "loss") for run in groups.get("none", [])}
-    found = {run.config.train.seed: run.last("held out", "loss") for run in groups[scaling]}
+    runs = groups[scaling]
+    none = "none" + scaling.removeprefix(runs[0].config.model.scaling)  # at the same placement
+    plain, found = _by_seed(groups.get(none, groups.get("none", []))), _by_seed(runs)
     differences = [found[seed] - plain[seed] for seed in found if seed in plain]
     return {
-        "held-out loss": _show(list(found.values())),
-        "less that of none": "–" if scaling == "none" else _show(differences),
+        "held-out loss": _show([run.last("held out", "loss") for run in runs]),
+        "less that of none": "–" if scaling == none else _show(differences),
     }
+
+
+def _by_seed(runs: list[Run]) -> dict[int, float]:
+    """Held-out losses; none where a seed has several runs, which differ in something else."""
+    seeds = [run.config.train.seed for run in runs]
+    if len(set(seeds)) < len(seeds):
+        return {}
+    return {seed: run.last("held out", "loss") for seed, run in zip(seeds, runs, strict=True)}
 
 
 def summary_rows(groups: dict[str, list[Run]]) -> list[dict[str, str]]:

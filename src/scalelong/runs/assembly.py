@@ -12,13 +12,13 @@ from torch import nn
 from scalelong.backbones.build import build
 from scalelong.config import LatentConfig, RunConfig
 from scalelong.data.contexts import info_of
-from scalelong.data.loader import Loader, latent_space
+from scalelong.data.loader import RESIDENT_BYTES, Loader, latent_space
 from scalelong.data.store import Store
 from scalelong.diffusion.process import Process, process_named
 from scalelong.presets import model_preset
 
 
-def loader_for(config: RunConfig, store: Store, device: str) -> Loader:
+def loader_for(config: RunConfig, store: Store, device: str, *, resident_bytes: int = RESIDENT_BYTES) -> Loader:
     """The run's stream of images, with labels or contexts where it is conditional."""
     condition, dropout = config.data.condition, config.data.label_dropout
     return Loader(
@@ -29,6 +29,7 @@ def loader_for(config: RunConfig, store: Store, device: str) -> Loader:
         label_dropout=dropout if condition == "class" else None,
         text_dropout=dropout if condition == "text" else None,
         latents=config.data.space == "latents",
+        resident_bytes=resident_bytes,
     )
 
 

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -35,6 +36,7 @@ class Judge:
     name: str
     figures_of: Callable[[nn.Module], dict[str, float]]
     every: int | None = None
+    about: str = ""  # what was asked, logged with the figures: asked otherwise, a run that is done is judged again
 
 
 def events_of(
@@ -83,7 +85,7 @@ def events_of(
         return not checkpoint.folder_of(out / SNAPSHOTS, step).is_dir()
 
     def write_judgement(judge: Judge, step: int) -> None:
-        found: dict[str, float] = {"ema": settled().rate}
+        found: dict[str, Any] = {"of": judge.about, "ema": settled().rate}
         for ema in fit.emas:
             with averaged(ema) as model:
                 figures = judge.figures_of(model) if model is not None else {}
@@ -92,7 +94,8 @@ def events_of(
         log.write(step, **{judge.name: found})
 
     def no_judgement(judge: Judge, step: int) -> bool:
-        return not any(judge.name in row for row in read_metrics(out) if row["step"] == step)
+        judged = [row[judge.name] for row in read_metrics(out) if row["step"] == step and judge.name in row]
+        return not any(found.get("of", judge.about) == judge.about for found in judged)
 
     events = [Event(config.train.sample_every, save_grid, lambda step: not grid_of(step).is_file())]
     if config.train.posthoc_every:

@@ -46,9 +46,9 @@ class StabilityMonitor:
         optimizer.step()
 
     Give it the model that the loop calls, plain, compiled or wrapped by DDP. Every step it looks at the loss and at
-    each block's gradient, update and output, without waiting for a GPU; every `interval` steps it writes these and
-    the signals of every skip to metrics.jsonl and TensorBoard in `folder`. `close`, or the end of the `with` block,
-    draws report.html, unless `report=False`.
+    each block's gradient, update and output, without waiting for a GPU (on a CPU, where a look is time, at some of
+    them in turns); every `interval` steps it writes these and the signals of every skip to metrics.jsonl and
+    TensorBoard in `folder`. `close`, or the end of the `with` block, draws report.html, unless `report=False`.
 
     `on_alarm` is "warn", "raise" or a function that takes the `Alarm`. `on_nonfinite`, for a loss or gradient that
     is not finite, is "raise", "warn" or a function that takes the `NonFiniteError`; only "raise" ends the loop.
@@ -162,6 +162,8 @@ class StabilityMonitor:
         self.detector.load_state_dict(state["detector"])
         self.oscillation.load(state["oscillation"])
         self.steps = state["steps"]
+        self._since = self.steps, time.perf_counter()
+        self._arm()
 
     def lightning_callback(self) -> Any:
         """For `Trainer(callbacks=[...])`."""
@@ -247,7 +249,7 @@ class StabilityMonitor:
             main["gradient norm"] = math.hypot(*gradients.values())
             main["weight norm"] = torch.nn.utils.get_total_norm(self.pulse.parameters).item()
         seen = zip(self.pulse.names, self._last.tolist(), strict=False)
-        signals = {name: v for name, v in seen if v >= 0 and name != "loss"} | gradients
+        signals = {name: v for name, v in seen if not v < 0 and name != "loss"} | gradients
         if self.observer is not None:
             self._watching.close()
             self.observer.measure(blocks=False)

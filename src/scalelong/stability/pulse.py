@@ -30,7 +30,7 @@ Values = NDArray[np.float32]
 
 UNSEEN = -1.0  # all signals are norms: what was not seen this time is told apart from what is not a number
 ASLEEP = 0.0  # of a block whose gradient is exactly that
-OTHER = "other weights"  # than the largest of each block: whether their gradients are finite, and no more
+ANY = "any weight"  # whether all gradients are finite, and no more
 _FIRST = 3  # blocks at the input, whose gradients show what came back through all others
 _LINES = _LINE = 16  # weights whose change stands for their block's: so many pieces, each a line of a cache
 
@@ -60,6 +60,7 @@ class Pulse:
         places = {id(p): place for place, p in enumerate(self.parameters)}
         self._largest = [places[id(p)] for p in largest.values()]
         self._samples = Samples(list(largest.values()))
+        self._wide = torch.float64 if any(p.dtype is torch.float64 for p in self.parameters) else torch.float32
         self._before: Tensor | None = None
         self._step = self._step_before = 0
         self._blanks: list[Tensor] = []
@@ -74,7 +75,7 @@ class Pulse:
         self._gates = list(gates)
         self._limits = np.array([gate_limit(scale) for scale in gates.values()], dtype=np.float32)
         self._hooks = self._hook(model, gates)
-        shown = {"gradient": [*self.blocks, OTHER], "output": self.blocks, "peak": self.blocks, "gate": self._gates}
+        shown = {"gradient": [*self.blocks, ANY], "output": self.blocks, "peak": self.blocks, "gate": self._gates}
         shown["update"] = self.blocks
         self.names = ["loss", *(f"{kind}/{name}" for kind, names in shown.items() for name in names)]
         self.telling = 2 + len(self.blocks)  # the first of them tell whether a step is finite
@@ -162,7 +163,7 @@ class Pulse:
         there = [(b, p.grad) for p, b in self._in_blocks() if p.grad is not None]
         if not there:
             return {}
-        norms = torch.stack(torch._foreach_norm([gradient for _, gradient in there], 2, torch.float32)).tolist()
+        norms = torch.stack(torch._foreach_norm([gradient for _, gradient in there], 2, self._wide)).tolist()
         found: dict[str, float] = {}
         for (block, _), norm in zip(there, norms, strict=True):
             found[block] = math.hypot(found.get(block, 0.0), norm)
@@ -170,7 +171,7 @@ class Pulse:
 
     def see_output(self, block: str, output: Tensor) -> None:
         """A block's norm, of all pieces of a batch; in half precision its largest share of the range as well."""
-        norm = torch.linalg.vector_norm(output, dtype=torch.float32)
+        norm = torch.linalg.vector_norm(output, dtype=_wide(output.dtype)).float()
         self._norms[block] = torch.hypot(norm, self._norms[block]) if block in self._norms else norm
         self._sizes[block] = self._sizes.get(block, 0) + output.numel()
         if output.dtype is torch.float16:
@@ -187,7 +188,9 @@ class Pulse:
         there = [g for g in gradients if g is not None]
         if not there:
             return [None] * len(self.blocks), None
-        norms = torch._foreach_norm(there, 2, torch.float32)
+        norms = torch._foreach_norm(there, 2, self._wide)
+        if self._wide is torch.float64:
+            norms = tuple(norm.float() for norm in norms)
         of_each = iter(norms)
         found = [None if g is None else next(of_each) for g in gradients]
         return [found[place] for place in self._largest], torch.stack(norms).sum()
@@ -251,6 +254,11 @@ class _Showing(Unkept):
         tensor = output if isinstance(output, Tensor) else next(tensors_in(output), None)
         if tensor is not None:
             self.see(self.name, tensor.detach())
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What norms are taken in: squares of half precision would overflow, and torch does not narrow."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _keep_larger(seen: dict[str, Tensor], name: str, value: Tensor) -> None:
