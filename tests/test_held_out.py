@@ -203,6 +203,7 @@ def test_commands_log_and_compare_it(tmp_path):
     assert rows["none"]["less that of none"] == "–"
 
 
+@pytest.mark.slow
 def test_large_images_are_compared_without_pixel_distances(tmp_path):
     """A covariance of all their pixels would take minutes; their loss does not."""
     made(tmp_path / "data", size=64)

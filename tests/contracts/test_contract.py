@@ -20,7 +20,6 @@ def name_of(value):
 
 
 every_place = pytest.mark.parametrize(("case", "placement"), EVERY_PLACE, ids=name_of)
-every_scaling = pytest.mark.parametrize(("case", "placement", "spec"), EVERYTHING, ids=name_of)
 every_scaling_everywhere = pytest.mark.parametrize(
     ("case", "placement", "spec"),
     [
@@ -75,7 +74,7 @@ def test_scale_one_is_bitwise_identity(case, placement, spec):
         assert torch.equal(case.call(model), case.call(plain))
 
 
-@every_scaling
+@every_scaling_everywhere
 def test_agrees_with_an_independent_computation(case, placement, spec):
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         plain, model = case.model(dtype), case.model(dtype)
@@ -103,7 +102,7 @@ def test_removal_restores_everything(case, placement, spec):
     assert scalelong.scaling_of(model) is None
 
 
-@every_scaling
+@every_scaling_everywhere
 def test_every_parameter_gets_a_gradient(case, placement, spec):
     plain, model = case.model(), case.model()
     apply(case, model, spec, placement)
