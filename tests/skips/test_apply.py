@@ -493,3 +493,10 @@ def test_hooks_keep_no_activations(placement):
 
 def test_keep_function_is_true_or_false():
     refused(fresh(), "keep_function is True or False, got 'yes'", "ls", keep_function="yes")
+
+
+def test_the_warning_about_trained_weights_asks_for_nothing_that_is_refused():
+    model = scalelong.UViT(sample_size=8, patch_size=4, hidden_size=16, num_layers=2, num_attention_heads=2)
+    torch.nn.init.constant_(model.norm.weight, 1.5)
+    with pytest.warns(UserWarning, match="look trained.*'ls' with keep_function=True"):
+        scalelong.apply(model, "skip-norm")

@@ -162,8 +162,9 @@ def _warn_of_trained(scaling: Scaling, skips: list[LongSkip]) -> None:
         effect = f"multiplies a skip by {smallest:.2g}"
     else:
         effect = "starts away from 1 on every skip"
+    keeps = "'ls' with keep_function=True" if isinstance(scaling, SkipNorm) else "apply(..., keep_function=True)"
     warnings.warn(
         f"these weights look trained, and {str(scaling)!r} {effect}, which changes what they compute; "
-        "apply(..., keep_function=True) leaves the outputs as they are at the first step.",
+        f"{keeps} leaves the outputs as they are at the first step.",
         stacklevel=3,
     )
