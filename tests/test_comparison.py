@@ -30,7 +30,7 @@ SETTINGS = [
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
     out = tmp_path_factory.mktemp("compare") / "out"
-    args = ["compare", "--out", str(out), "--scalings", "none,cs:0.7,ls", "--seeds", "0,1", "--json"]
+    args = ["compare", "--out", str(out), "--scalings", "none,cs:0.7,ls", "--seeds", "0,1", "--json", "--evaluate-num", "64"]
     for setting in SETTINGS:
         args += ["--set", setting]
     result = CliRunner().invoke(app, args, catch_exceptions=False)

@@ -192,6 +192,8 @@ def test_commands_log_and_compare_it(tmp_path):
         "none,cs:0.5",
         "--seeds",
         "0",
+        "--evaluate-num",
+        "64",
         "--out",
         str(tmp_path / "all"),
     ]
