@@ -15,6 +15,8 @@ from scalelong.comparison import DIGITS_SETTINGS, SCALINGS, SEEDS, members
 from scalelong.config import with_overrides
 from scalelong.presets import run_preset
 from scalelong.report.runs import read_run
+from scalelong.training.log import read_metrics
+from tests.test_held_out import made
 
 SETTINGS = [
     "train.steps=6",
@@ -29,8 +31,10 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    out = tmp_path_factory.mktemp("compare") / "out"
-    args = ["compare", "--out", str(out), "--scalings", "none,cs:0.7,ls", "--seeds", "0,1", "--json", "--evaluate-num", "64"]
+    folder = tmp_path_factory.mktemp("compare")
+    out, unseen = folder / "out", made(folder / "unseen").folder
+    args = ["compare", "--out", str(out), "--scalings", "none,cs:0.7,ls", "--seeds", "0,1", "--json"]
+    args += ["--evaluate-num", "64", "--held-out", str(unseen)]
     for setting in SETTINGS:
         args += ["--set", setting]
     result = CliRunner().invoke(app, args, catch_exceptions=False)
@@ -67,12 +71,25 @@ def test_the_table_has_a_row_per_scaling_with_its_spread(compared):
         assert re.fullmatch(r"\S+ ± \S+", row["pixel FID"])
 
 
+def test_held_out_losses_are_compared_seed_by_seed(compared):
+    out, result, _ = compared
+    rows = {row["scaling"]: row for row in result["rows"]}
+    assert rows["none"]["less that of none"] == "–"
+    last = {
+        name: [read_metrics(out / f"{name}-seed{seed}")[-1]["held out"]["loss"] for seed in (0, 1)]
+        for name in ("none", "cs-0.7")
+    }
+    differences = [cs - none for cs, none in zip(last["cs-0.7"], last["none"], strict=True)]
+    shown = float(rows["cs:0.7"]["less that of none"].split()[0])
+    assert shown == pytest.approx(sum(differences) / 2, rel=1e-2)
+
+
 def test_the_page_is_whole_and_needs_nothing_from_outside(compared):
     out, _, _ = compared
     page = (out / "report.html").read_text()
     for heading in ("Loss", "Quality against steps", "Feature norms", "Gradient norms", "Coefficients", "Samples"):
         assert f"<h2>{heading}" in page
-    assert page.count("<svg") == 7
+    assert page.count("<svg") == 8
     assert page.count("data:image/png;base64,") == 6
     assert "What this can and cannot show" in page
     assert "scalelong" in page.split("How it was made")[1]

@@ -17,7 +17,7 @@ from scalelong.config import RunConfig
 from scalelong.data.contexts import check_same_encoder, info_of, text_of
 from scalelong.data.loader import Batch
 from scalelong.data.random import Stream
-from scalelong.data.store import Store
+from scalelong.data.store import IMAGES, LATENTS, Store
 from scalelong.experiment import fitted_to, loader_for, process_of
 
 DRAWS = 8
@@ -123,8 +123,13 @@ def check_fits(config: RunConfig, store: Store) -> None:
 
 
 def check_like(config: RunConfig, store: Store, held_out: Store) -> None:
-    """Refuse held-out images that were not prepared as the images of the training, `store`, were."""
+    """Refuse held-out images that are those of the training, `store`, or were not prepared as they were."""
     check_fits(config, held_out)
+    if _image_files(store) & _image_files(held_out):
+        raise ValueError(
+            f"held-out images are ones not seen in training: {held_out.folder} holds the same images as "
+            f"{store.folder}; prepare a folder of others."
+        )
     if config.data.condition == "class" and store.manifest.classes != held_out.manifest.classes:
         raise ValueError(
             f"held-out images have the classes of the training, {_few(store)}, got {_few(held_out)} in "
@@ -141,6 +146,12 @@ def _prepared(config: RunConfig) -> dict[str, Any]:
         latents = asdict(config.latents)
         found |= {f"latents.{name}": latents[name] for name in ("weights", "scaling_factor", "shift_factor")}
     return found
+
+
+def _image_files(store: Store) -> set[str]:
+    """Checksums of the files that hold the images themselves; labels may be the same for other images."""
+    names = {IMAGES, LATENTS, *(store.manifest.shards or ())}
+    return {checksum for name, checksum in store.manifest.sha256.items() if name in names}
 
 
 def _few(store: Store) -> str:

@@ -21,6 +21,7 @@ def test_uvit_columns_are_multiplied():
         assert torch.equal(after[:, :64], before[:, :64])
 
 
+@pytest.mark.slow  # tests/test_export.py draws from such a UNet in a process of its own
 def test_a_folded_unet_runs_in_a_process_without_scalelong(tmp_path):
     case = CASES["unet2d"]
     model = case.model(torch.float64)
