@@ -183,6 +183,9 @@ def test_what_cannot_be_asked_is_told_before_anything_is_done(tmp_path, monkeypa
     code, said = told(*ask, "--caption-check")
     assert code == 2
     assert "one at a time" in said.err
+    code, said = told(*ask[:-1], "--caption-check", "--dry-run")
+    assert code == 2
+    assert "needs a run on text" in said.err
 
 
 def test_the_command_logs_it(tmp_path):

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from scalelong.data.contexts import Context
     from scalelong.data.store import Store
     from scalelong.experiment import LoadedRun
+    from scalelong.metrics.evaluate import Reference
+    from scalelong.metrics.features import Features
+    from scalelong.world import World
 
 EXAMPLES = (
     "Examples: [bold]scalelong evaluate runs/mine --data data/mine --num 50000[/], "
@@ -72,8 +75,7 @@ def evaluate(
     A run on text draws the captions of that data.
     """
     from scalelong import experiment
-    from scalelong.held_out import DRAWS
-    from scalelong.metrics.evaluate import quality_of, reference_of, statistics_folder
+    from scalelong.metrics.evaluate import quality_of
     from scalelong.metrics.features import check_images, check_kind, features_named
     from scalelong.world import joined, local_device, rank_and_size
 
@@ -87,6 +89,8 @@ def evaluate(
     loaded = experiment.load_run(
         run, ema_rate=ema, posthoc_width=posthoc_ema, device=device, autoencoder=autoencoder
     )
+    if caption_check and loaded.text is None:
+        raise ValueError(f"--caption-check needs a run on text, and {run} is none; leave it out.")
     how = sampling_of(loaded.config, sampler=sampler, steps=steps, guidance=guidance)
     experiment.check_drawing(loaded.config, **how)
     precision = experiment.sampling_precision(device, num * how["steps"])
@@ -97,8 +101,7 @@ def evaluate(
         context = _context(loaded, store)
         if loss or caption_check:
             if dry_run:
-                plan = _about(run, loaded, store) | {"images": len(store), "draws": DRAWS}
-                print_result(plan, as_json, f"the loss of {run} on {len(store):,} images, {DRAWS} times each")
+                _print_loss_plan(run, loaded, store, as_json)
             elif is_first_process():
                 (_measure_loss if loss else _check_captions)(run, loaded, store, seed, batch, as_json)
             return
@@ -110,10 +113,7 @@ def evaluate(
             return
         network = features_named(features, inception, device)
         with joined(device) as world:
-            if world.is_first:  # the others read what it leaves in the cache
-                reference_of(store, network, statistics_folder())
-            world.wait()
-            reference = reference_of(store, network, statistics_folder())
+            reference = _shared_reference(store, network, world)
             drawer = experiment.for_sampling(loaded.model, num * how["steps"])
             samples = _drawn(loaded.config, drawer, world.share(num), batch, seed=seed, context=context, **how)
             quality = quality_of(samples, reference, network, settings, world)
@@ -135,6 +135,23 @@ def _context(loaded: LoadedRun, store: Store) -> Context | None:
     text = text_of(store)
     check_same_encoder(text.null, loaded.text.info, loaded.text.context.null, str(store.folder))
     return text.context()
+
+
+def _shared_reference(store: Store, network: Features, world: World) -> Reference:
+    """Worked out by the first process alone; the others read what it leaves in the cache."""
+    from scalelong.metrics.evaluate import reference_of, statistics_folder
+
+    if world.is_first:
+        reference_of(store, network, statistics_folder())
+    world.wait()
+    return reference_of(store, network, statistics_folder())
+
+
+def _print_loss_plan(run: Path, loaded: LoadedRun, store: Store, as_json: bool) -> None:
+    from scalelong.held_out import DRAWS
+
+    plan = _about(run, loaded, store) | {"images": len(store), "draws": DRAWS}
+    print_result(plan, as_json, f"the loss of {run} on {len(store):,} images, {DRAWS} times each")
 
 
 def _measure_loss(run: Path, loaded: LoadedRun, store: Store, seed: int, batch: int, as_json: bool) -> None:
@@ -160,8 +177,6 @@ def _measure_loss(run: Path, loaded: LoadedRun, store: Store, seed: int, batch: 
 def _check_captions(run: Path, loaded: LoadedRun, store: Store, seed: int, batch: int, as_json: bool) -> None:
     from scalelong.caption_check import check_captions
 
-    if loaded.text is None:
-        raise ValueError(f"--caption-check needs a run on text, and {run} is none; leave it out.")
     found = check_captions(
         loaded.config,
         loaded.model,

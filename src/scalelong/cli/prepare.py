@@ -15,6 +15,7 @@ from scalelong.cli.plan import first_image, preparation_plan, preparation_text
 if TYPE_CHECKING:
     from scalelong.data.latents import Autoencoder
     from scalelong.data.sources import Source
+    from scalelong.data.store import Store
     from scalelong.data.text import TextEncoder
 
 EXAMPLES = (
@@ -111,40 +112,53 @@ def prepare(
         autoencoder=images_encoder,
         latents_only=latents_only,
     )
-    manifest = store.manifest
-    for line in manifest.skipped:
+    _warn_of_losses(store)
+    print_result(_facts(store), as_json, _summary(store))
+
+
+def _warn_of_losses(store: Store) -> None:
+    """What did not come over whole: images that could not be read, captions that were too long."""
+    for line in store.manifest.skipped:
         typer.echo(f"skipped {line}", err=True)
-    labels = f", {store.num_classes} classes" if store.num_classes else ""
-    captions = ", with captions" if store.captions is not None else ""
+    if store.text is not None and (info := store.text.info).cut:
+        typer.echo(f"{info.cut:,} of {info.captions:,} captions were longer and are cut.", err=True)
+
+
+def _facts(store: Store) -> dict[str, Any]:
+    manifest = store.manifest
+    return {
+        "out": str(store.folder),
+        "count": len(store),
+        "height": manifest.height,
+        "width": manifest.width,
+        "channels": manifest.channels,
+        "classes": manifest.classes,
+        "captions": store.captions is not None,
+        "text": manifest.text,
+        "shards": manifest.shards,
+        "latents": manifest.latents and asdict(manifest.latents),
+        "skipped": manifest.skipped,
+    }
+
+
+def _summary(store: Store) -> str:
+    """One sentence of what there is, and what to do with it."""
+    manifest, on = store.manifest, ""
+    parts = [f"{len(store):,} images of {manifest.width}×{manifest.height}×{manifest.channels}"]
+    if store.num_classes:
+        parts.append(f"{store.num_classes} classes")
     if store.text is not None:
         info = store.text.info
-        captions = f", {info.captions:,} captions as {info.length} tokens of width {info.width}"
-        if info.cut:
-            typer.echo(f"{info.cut:,} of {info.captions:,} captions were longer and are cut.", err=True)
-    shards = f", left in {len(manifest.shards)} shards" if manifest.shards is not None else ""
-    latents, on = "", ""
+        parts.append(f"{info.captions:,} captions as {info.length} tokens of width {info.width}")
+    elif store.captions is not None:
+        parts.append("with captions")
     if (space := manifest.latents) is not None:
-        kept = "as" if latents_only else "with"
-        latents = f", {kept} latents of {space.width}×{space.height}×{space.channels}"
-        on = " --set data.space=latents"
-    print_result(
-        {
-            "out": str(out),
-            "count": len(store),
-            "height": manifest.height,
-            "width": manifest.width,
-            "channels": manifest.channels,
-            "classes": manifest.classes,
-            "captions": store.captions is not None,
-            "text": manifest.text,
-            "shards": manifest.shards,
-            "latents": manifest.latents and asdict(manifest.latents),
-            "skipped": manifest.skipped,
-        },
-        as_json,
-        f"{out}: {len(store):,} images of {manifest.width}×{manifest.height}×{manifest.channels}{labels}{captions}"
-        f"{latents}{shards}. Next: scalelong train PRESET --data {out}{on}",
-    )
+        kept = "as" if manifest.latents_only else "with"
+        parts.append(f"{kept} latents of {space.width}×{space.height}×{space.channels}")
+        on = " (a preset on pixels: --set data.space=latents)"
+    if manifest.shards is not None:
+        parts.append(f"left in {len(manifest.shards)} shards")
+    return f"{store.folder}: {', '.join(parts)}. Next: scalelong train PRESET --data {store.folder}{on}"
 
 
 def _encoder(name: str | None, length: int | None) -> TextEncoder | None:

@@ -57,11 +57,12 @@ class TensorBoardTracker:
 
         self._summary = Summary
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at + 1 if resumed_at else None)
+        self.events: Any = self.board.file_writer
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """All in one event: a hundred of them would fill the writer's queue, and the training wait for it."""
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self.board._get_file_writer().add_summary(self._summary(value=scalars), step)
+        self.events.add_summary(self._summary(value=scalars), step)
 
     def close(self, failed: bool) -> None:
         """Flush and close."""
