@@ -4,4 +4,10 @@ import os
 import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["HOME"] = tempfile.mkdtemp(prefix="scalelong-tests-")
+_home = tempfile.TemporaryDirectory(prefix="scalelong-tests-", ignore_cleanup_errors=True)
+os.environ["HOME"] = _home.name
+
+
+def pytest_unconfigure():
+    """Not left to the end of the process: pytest-xdist's workers do not come to it."""
+    _home.cleanup()
