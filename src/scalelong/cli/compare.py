@@ -51,8 +51,6 @@ def compare(
     from scalelong.data.store import open_store
     from scalelong.held_out import check_like
     from scalelong.presets import run_preset
-    from scalelong.report.page import write_report
-    from scalelong.report.runs import by_scaling, read_run, summary_rows
 
     for setting in settings or []:
         _check_shared(setting)
@@ -63,9 +61,8 @@ def compare(
         judging = Judging(**_sampled(features, evaluate_num, store), held_out=held_out)
         group = members(base, split(scalings, "--scalings"), seeds_of(seeds), out, judging)
         workers = min(len(group), default_workers(device))
-        plan = comparison_plan(
-            group, store, out, workers, device
-        )  # what is wrong with any run is told before the first
+        # What is wrong with any run is told before the first.
+        plan = comparison_plan(group, store, out, workers, device)
         if held_out is not None:
             check_like(experiment.fitted_to(base, store), store, open_store(held_out))
         if dry_run:
@@ -75,12 +72,7 @@ def compare(
     if not all(done):
         typer.echo("stopped; what was done is saved, and the same command goes on.", err=True)
         raise typer.Exit(1)
-    runs = [read_run(m.folder) for m in group]
-    report = out / "report.html"
-    write_report(runs, report, command=shlex.join(["scalelong", *sys.argv[1:]]))
-    rows = summary_rows(by_scaling(runs))
-    _print_table(rows, as_json)
-    print_result({"report": str(report), "rows": rows}, as_json, f"The report with all curves: {report}")
+    _report([member.folder for member in group], out / "report.html", as_json)
 
 
 def _sampled(features: str | None, num: int, store: Store) -> dict[str, Any]:
@@ -106,18 +98,22 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
     """Write one report.html about runs that are there: curves, norms, gates, samples, with spread over seeds."""
+    check_output_file(out, "report.html")
+    _report(runs, out, as_json, theory)
+
+
+def _report(folders: list[Path], out: Path, as_json: bool, theory: Path | None = None) -> None:
     from scalelong.report.page import write_report
     from scalelong.report.runs import by_scaling, read_run, summary_rows
 
-    check_output_file(out, "report.html")
-    read = [read_run(folder) for folder in runs]
+    runs = [read_run(folder) for folder in folders]
     more: list[Any] = []
     if theory is not None:
         from scalelong.report.theory import read_theory, theory_sections
 
         more = theory_sections(read_theory(theory))
-    write_report(read, out, command=shlex.join(["scalelong", *sys.argv[1:]]), more=more)
-    rows = summary_rows(by_scaling(read))
+    write_report(runs, out, command=shlex.join(["scalelong", *sys.argv[1:]]), more=more)
+    rows = summary_rows(by_scaling(runs))
     _print_table(rows, as_json)
     print_result({"report": str(out), "rows": rows}, as_json, f"The report with all curves: {out}")
 
