@@ -29,6 +29,7 @@ DIGITS_SETTINGS = (
     "train.checkpoint_every=300",
     "train.keep_checkpoints=1",
     "model.changes.hidden_size=48",
+    "model.changes.identity_final_conv=true",  # or the last convolution's slow start is most of so short a training
     "train.ema_rates=0.99",
 )
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from scalelong.reproduce.plan import Plan, Reproduction
     from scalelong.stability.statements import Statement
 
+_MARKS = {True: "yes", False: "no", None: "–"}
 EXAMPLES = (
     "Examples: [bold]scalelong reproduce fig5[/] (the digits, minutes on two cores), "
     "[bold]scalelong reproduce all[/], or [bold]scalelong reproduce table1 --full --data data/cifar10[/]. "
@@ -108,7 +109,7 @@ def _one(
 
 def _print(what: Reproduction, statement: Statement, out: Path, as_json: bool) -> None:
     lines = [f"{what.title}", f"  the paper: {statement.claim}", f"  the rule: {statement.rule}"]
-    lines += [f"  {'yes' if check.holds else 'no ':3}  {check.where}: {check.found}" for check in statement.checks]
+    lines += [f"  {_MARKS[check.holds]:3}  {check.where}: {check.found}" for check in statement.checks]
     lines += [f"  {statement.remark}"] if statement.remark else []
     lines += [f"  verdict: {statement.verdict}", f"  {out / what.name / 'figure.png'}", ""]
     print_result(statement.as_dict(), as_json, "\n".join(lines))

@@ -18,8 +18,8 @@ from scalelong.stability.statements import Statement
 
 LEVELS = (0.0, 0.1, 0.2, 0.4)
 _RULE = (
-    "The distance at the largest extra noise over that without is smaller with CS and LS than with none: every "
-    "seed of the one below every seed of the other."
+    "What the largest extra noise adds to the distance is smaller with CS and LS than with none: every seed of the "
+    "one below every seed of the other."
 )
 
 
@@ -61,22 +61,22 @@ def collect(folders: Folders, store: Store) -> Data:
 
 
 def draw(data: Data) -> Any:
-    """Distance over the level, and over that without extra noise."""
+    """The distance at each level, and what the noise added to it; a line is a seed."""
     figure, axes = panels(2)
     for name, runs in data["curves"].items():
         for number, run in enumerate(runs):
             label = name if number == 0 else None
             axes[0].plot(data["levels"], run, "o-", ms=3, color=colour_of(name), label=label)
-            axes[1].plot(data["levels"], [v / run[0] for v in run], "o-", ms=3, color=colour_of(name), label=label)
+            axes[1].plot(data["levels"], [v - run[0] for v in run], "o-", ms=3, color=colour_of(name), label=label)
     axes[0].set(xlabel="extra noise on every input", ylabel=data["measure"])
-    axes[1].set(xlabel="extra noise on every input", ylabel="over that without")
+    axes[1].set(xlabel="extra noise on every input", ylabel="added by the noise")
     axes[0].legend(frameon=False, fontsize=8)
     return figure
 
 
 def judge(data: Data) -> Statement:
     """By how much extra noise worsens samples."""
-    values = {name: [run[-1] / run[0] for run in runs] for name, runs in data["curves"].items()}
+    values = {name: [run[-1] - run[0] for run in runs] for name, runs in data["curves"].items()}
     checks = [below(values, name, "none", f"the scaling is {name}") for name in ("CS", "LS")]
     return Statement(name="fig3c", claim=REPRODUCTION.claim, rule=_RULE, checks=checks)
 

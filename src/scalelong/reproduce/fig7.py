@@ -18,8 +18,8 @@ from scalelong.stability.statements import Check, Statement
 INPUTS = 30
 BAND = (0.5, 0.95)  # the paper's range of κ
 _RULE = (
-    "A line through the logarithms of the gates falls with i in every seed; every gate but the outermost, where CS "
-    "has 1, lies between κ^i of the paper's smallest and largest κ, 0.5 and 0.95."
+    "A line through the logarithms of the gates falls with i in every seed, at least like the paper's largest κ, "
+    "0.95; every gate but the outermost, where CS has 1, lies between κ^i of its smallest and largest."
 )
 
 
@@ -66,6 +66,7 @@ def draw(data: Data) -> Any:
 def judge(data: Data) -> Statement:
     """Decay, and the band."""
     slopes = [float(np.polyfit(range(len(gates)), np.log(gates), 1)[0]) for gates in data["gates"]]
+    falls = "κ fitted: " + ", ".join(f"{np.exp(slope):.3f}" for slope in slopes)
     inside = [
         BAND[0] ** i <= gate <= BAND[1] ** i for gates in data["gates"] for i, gate in enumerate(gates) if i > 0
     ]
@@ -74,7 +75,7 @@ def judge(data: Data) -> Statement:
         claim=REPRODUCTION.claim,
         rule=_RULE,
         checks=[
-            Check("the decay is meant", max(slopes) < 0, f"slopes {', '.join(f'{s:.3f}' for s in slopes)}"),
+            Check("the decay is meant", bool(max(slopes) <= np.log(BAND[1])), falls),
             Check("the band is meant", all(inside), f"{sum(inside)} of {len(inside)} gates inside"),
         ],
     )

@@ -16,9 +16,16 @@ def clearly_below(low: Sequence[float], high: Sequence[float]) -> bool:
 
 
 def below(values: Values, better: str, worse: str, where: str | None = None) -> Check:
-    """Whether one variant lies clearly below another, with both ranges shown."""
-    found = f"{better} {show(values[better])}, {worse} {show(values[worse])}"
-    return Check(where or f"{better} against {worse}", clearly_below(values[better], values[worse]), found)
+    """Whether one variant lies clearly below another, with both ranges shown; one seed alone cannot tell."""
+    low, high = values[better], values[worse]
+    holds = clearly_below(low, high) if min(len(low), len(high)) > 1 else None
+    remark = ""
+    if holds is None:
+        remark = "; one seed has no spread"
+    elif not holds:
+        remark = "; clearly the other way round" if clearly_below(high, low) else "; the ranges overlap"
+    found = f"{better} {show(low)}, {worse} {show(high)}{remark}"
+    return Check(where or f"{better} against {worse}", holds, found)
 
 
 def luck(won: int, lost: int) -> float:

@@ -131,7 +131,6 @@ REPRODUCTION = Reproduction(
             "train.sample_every=300",
             "train.checkpoint_every=300",
             "train.log_every=1",
-            "model.changes.identity_final_conv=true",  # or most of 300 steps is the last convolution's slow start
         ),
         variants=variants(),
         seeds=(0, 1, 2),

@@ -75,12 +75,22 @@ def curves(folders: Folders, *path: str) -> Data:
 
 
 def quality(folders: Folders) -> Data:
-    """The curves of FID, or of its stand-in on pixels, and which of the two it is."""
+    """The curves of FID, or of its stand-in on pixels, and which it is; they end at ∞ where a run diverged."""
     for key, name in (("fid", "FID-10k"), ("pixel_fid", "pixel FID")):
         found = curves(folders, "quality", key)
         if any(run["steps"] for runs in found.values() for run in runs):
+            for variant, runs in folders.items():
+                for folder, curve in zip(runs, found[variant], strict=True):
+                    _end_where_it_diverged(folder, curve)
             return {"measure": name, "curves": found}
     raise ValueError("no run has logged a quality; were they trained with --evaluate-every?")
+
+
+def _end_where_it_diverged(folder: Path, curve: Data) -> None:
+    """What a run was worth before it diverged is not what it came to."""
+    if (folder / DIVERGED).is_file():
+        curve["steps"].append(json.loads((folder / DIVERGED).read_text())["step"])
+        curve["values"].append(float("inf"))
 
 
 def final_quality(folders: Folders, store: Store) -> Data:

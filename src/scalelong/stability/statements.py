@@ -13,10 +13,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Check:
-    """Whether the statement was seen to hold under one condition, and the numbers that say so."""
+    """Whether a statement was seen to hold under one condition, None if that cannot be told, and the numbers."""
 
     where: str
-    holds: bool
+    holds: bool | None
     found: str
 
 
@@ -34,7 +34,7 @@ class Statement:
 
     @property
     def verdict(self) -> str:
-        """holds, holds only where …, or does not hold."""
+        """holds, holds only where …, does not hold, or not judged."""
         return verdict(self.checks)
 
     def as_dict(self) -> dict[str, Any]:
@@ -54,6 +54,8 @@ def verdict(checks: Sequence[Check]) -> str:
     >>> verdict([Check("A", True, ""), Check("B", False, "")])
     'holds only where A'
     """
+    if all(check.holds is None for check in checks):
+        return "not judged"
     met = {check.where: all(c.holds for c in checks if c.where == check.where) for check in checks}
     if all(met.values()):
         return "holds"
