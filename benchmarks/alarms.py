@@ -44,7 +44,7 @@ def main(
         typer.echo(table(rows[-1:]).splitlines()[-1])
     out.mkdir(parents=True, exist_ok=True)
     file = out / f"{date.today().isoformat()}-alarms.json"
-    about = {"hardware": hardware(), "torch": torch.__version__}
+    about = {"hardware": hardware(cpu=True), "torch": torch.__version__}
     file.write_text(json.dumps([row | about for row in rows], indent=1, ensure_ascii=False) + "\n")
     typer.echo(f"written: {file}")
 

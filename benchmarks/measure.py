@@ -113,9 +113,9 @@ def matmul_ceiling() -> float:
     return 2 * size**3 / best / 1e9
 
 
-def hardware() -> str:
+def hardware(*, cpu: bool = False) -> str:
     """The GPU's name, or the processor's kind and threads."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not cpu:
         return torch.cuda.get_device_name()
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 

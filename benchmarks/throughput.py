@@ -65,9 +65,12 @@ def main(
 
 
 def recipe(preset: str) -> RunConfig:
-    """The preset's own, or a plain one around its network."""
+    """The preset's own, or a plain one around its network. Random images of their shape stand in for latents."""
     if preset in RUN_PRESETS:
-        return run_preset(preset)
+        own = with_overrides(run_preset(preset), ["data.space=pixels"])
+        if own.data.condition == "text":
+            raise typer.BadParameter(f"nets that read text are not timed here, got {preset}; take another preset.")
+        return own
     condition = "class" if "num_class_embeds" in model_preset(preset).config else "none"
     return RunConfig(
         model=ModelConfig(preset=preset),

@@ -52,8 +52,9 @@ def main(steps: int, out: Path, batch: int = 16, pieces: int = 2) -> scalelong.S
                 loss = F.mse_loss(model_output.float(), noise.float())
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
+                    accelerator.unscale_gradients()  # in fp16 they are multiplied by a number that changes
                     monitor.step(loss)  # 2
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 lr_scheduler.step()
                 optimizer.zero_grad()

@@ -64,7 +64,7 @@ def test_a_config_with_a_wrong_key_is_named(run, tmp_path):
 
 def test_averages_are_chosen_by_name_or_by_age(run):
     assert experiment.load_run(run).ema_rate == 0.9
-    loaded = experiment.load_run(run, ema_rate=0.99)
+    loaded = experiment.load_run(run, ema_rate=0.99, device="cpu")
     from safetensors.torch import load_file
 
     (file,) = run.glob("checkpoints/step-000000006/ema-0.99.safetensors")

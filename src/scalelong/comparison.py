@@ -86,6 +86,7 @@ def run_one(member: Member, data: Path) -> bool:
     from scalelong.judging import judge_held_out, judge_quality
     from scalelong.metrics.features import features_named
 
+    forget_compiled()
     store, how = open_store(data), member.judging
     if how is None:
         return experiment.train(member.config, store, member.folder)
@@ -122,6 +123,13 @@ def run_all(
             for future in futures:
                 future.cancel()
         return list(_results(futures))
+
+
+def forget_compiled() -> None:
+    """Where one process trains net after net: beyond eight forms of one function torch compiles no more."""
+    import torch
+
+    torch.compiler.reset()
 
 
 def default_workers(device: str) -> int:

@@ -81,7 +81,9 @@ class HeldOut:
     def losses(self, model: nn.Module, batch: Batch, condition: Tensor | None) -> Tensor:
         """[draws, B] in float64: each image's loss in each stretch under a condition, weighted as in training."""
         given = {} if condition is None else {self.loader.argument: condition}
-        return torch.stack([self._losses(model, batch, draw, given) for draw in range(self.draws)]).double().cpu()
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # the same on every device
+            each = [self._losses(model, batch, draw, given) for draw in range(self.draws)]
+        return torch.stack(each).double().cpu()
 
     def _losses(self, model: nn.Module, batch: Batch, draw: int, given: dict[str, Tensor]) -> Tensor:
         counters = batch.indices * self.draws + draw

@@ -12,6 +12,7 @@ from scalelong.experiment import Judge
 from scalelong.held_out import HeldOut, check_like
 from scalelong.metrics.evaluate import batches, quality_of, reference_of, statistics_folder
 from scalelong.metrics.features import Features
+from scalelong.world import rank_and_size
 
 QUALITY, HELD_OUT = "quality", "held out"
 SEED = 1  # the grids show those of seed 0
@@ -57,7 +58,8 @@ def judge_held_out(
     """The loss on `num` images of another store than that of the training."""
     config = experiment.fitted_to(config, store)
     check_like(config, store, held_out)
-    batch = min(250, config.train.batch_size)  # no more memory than a step takes
+    share = config.train.batch_size // (rank_and_size()[1] * config.train.accumulate)
+    batch = max(1, min(250, share))  # as many as a step sees at once: no more memory than it takes
     asked = HeldOut(config, held_out, device=device, num=num, batch=batch)
     about = f"{asked.images} images of {held_out.checksum[:12]}"
     return Judge(HELD_OUT, lambda model: {"loss": asked.measure(model).loss}, every, about)

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import typer
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -106,6 +107,14 @@ def test_fid_between_datasets(tmp_path):
     found = json.loads((tmp_path / "fid.json").read_text())
     assert found["fid"] == pytest.approx(0, abs=1e-6)
     assert found["precision"] == found["recall"] == 1
+
+
+def test_presets_on_latents_are_timed_on_images_of_their_shape(tmp_path):
+    config = throughput.recipe("imagenet256-uvit-l")
+    fitted = experiment.fitted_to(config, throughput.random_store(tmp_path / "store", config))
+    assert (fitted.model.changes["sample_size"], fitted.model.changes["in_channels"]) == (32, 4)
+    with pytest.raises(typer.BadParameter, match="got coco-uvit-s; take another"):
+        throughput.recipe("coco-uvit-s")
 
 
 def test_expectations_are_as_the_command_writes_them():

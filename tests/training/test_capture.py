@@ -51,7 +51,7 @@ def losses_of(step, count):
     return torch.tensor(found)
 
 
-@pytest.mark.parametrize("scaling", ["none", "cs:0.7", "ls"])
+@pytest.mark.parametrize("scaling", ["none", "cs:0.7", "ls", "skip-norm"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.02)])
 def test_eager_compiled_and_captured_steps_agree(store, scaling, precision, tolerance):  # noqa: F811
     settings = [f"model.scaling={scaling}", f"train.precision={precision}"]

@@ -138,23 +138,23 @@ experiment.train(config(*KILLED), open_store({str(store.folder)!r}), Path(sys.ar
 
 def test_ctrl_c_saves_and_the_same_call_goes_on(store, tmp_path):
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    experiment.train(config("train.steps=12"), store, straight)
+    experiment.train(config("train.steps=12"), store, straight, device="cpu")
 
     def interrupt(progress):
         if progress.step == 7:
             signal.raise_signal(signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
-    assert not experiment.train(config("train.steps=12"), store, stopped, show=interrupt)
+    assert not experiment.train(config("train.steps=12"), store, stopped, show=interrupt, device="cpu")
     assert checkpoint.load_latest(stopped / "checkpoints").step == 7
     assert signal.getsignal(signal.SIGTERM) == before
-    assert experiment.train(config("train.steps=12"), store, stopped)
+    assert experiment.train(config("train.steps=12"), store, stopped, device="cpu")
     assert same(straight, stopped)
 
 
 def test_a_nan_stops_before_the_update_names_its_origin_and_loses_nothing(store, tmp_path, monkeypatch):
     good, bad = tmp_path / "good", tmp_path / "bad"
-    experiment.train(config("train.steps=7"), store, good)
+    experiment.train(config("train.steps=7"), store, good, device="cpu")
     plain = Stepper._loss
 
     def poisoned(self, piece, forward):
@@ -165,7 +165,7 @@ def test_a_nan_stops_before_the_update_names_its_origin_and_loses_nothing(store,
 
     monkeypatch.setattr(Stepper, "_loss", poisoned)
     with pytest.raises(NonFiniteError, match=r"step 7: the loss is not finite.*in_blocks\.1\.mlp\.fc2") as error:
-        experiment.train(config("train.steps=20"), store, bad)
+        experiment.train(config("train.steps=20"), store, bad, device="cpu")
     assert error.value.step == 7
     assert same(good, bad)
 
@@ -350,7 +350,7 @@ def test_every_signal_counts_for_its_oscillation(store, tmp_path):
     assert last["oscillation"]["skip norm/0"] == pytest.approx(oscillation_index(seen))
 
 
-@pytest.mark.parametrize("scaling", ["scalar", "ls", "cs:0.7"])
+@pytest.mark.parametrize("scaling", ["scalar", "ls", "cs:0.7", "skip-norm"])
 def test_an_observed_step_never_waits_for_a_value(store, scaling, monkeypatch):
     """A captured step must not: .item() and its like would end the capture."""
     step = stepper(store, f"model.scaling={scaling}")

@@ -155,11 +155,12 @@ class Discrete(VariancePreserving):
     """1000 steps given by their β. Between two of them, where a solver may ask, ln α is interpolated."""
 
     def __init__(self, betas: Tensor) -> None:
-        self._log_alpha = 0.5 * torch.log1p(-betas).cumsum(0)
+        self._log_alpha = 0.5 * torch.log1p(-betas).cumsum(0)  # on the host; where it was last asked for, a copy
+        self._table = self._log_alpha
 
     def to(self, device: torch.device) -> Self:
         """The table of ᾱ."""
-        self._log_alpha = self._log_alpha.to(device)
+        self._table = self._log_alpha.to(device)
         return self
 
     def timesteps(self, uniforms: Tensor) -> Tensor:
@@ -168,13 +169,14 @@ class Discrete(VariancePreserving):
 
     def log_alpha(self, timesteps: Tensor) -> Tensor:
         """½ ln ᾱ_k from the table."""
-        table = self._log_alpha.to(timesteps.device)
-        below = timesteps.floor().long().clamp(0, NUM_TIMESTEPS - 2)
+        if self._table.device != timesteps.device:
+            self.to(timesteps.device)
+        table, below = self._table, timesteps.floor().long().clamp(0, NUM_TIMESTEPS - 2)
         return torch.lerp(table[below], table[below + 1], timesteps - below)
 
     def timestep_at(self, ratio: float) -> float:
         """Where the table has ln α = -½ ln(1 + ratio²)."""
-        table, wanted = self._log_alpha.cpu(), -0.5 * math.log1p(ratio**2)
+        table, wanted = self._log_alpha, -0.5 * math.log1p(ratio**2)
         below = min(max(int((table > wanted).sum()) - 1, 0), NUM_TIMESTEPS - 2)
         here, there = table[below].item(), table[below + 1].item()
         return min(max(below + (wanted - here) / (there - here), 0.0), NUM_TIMESTEPS - 1.0)

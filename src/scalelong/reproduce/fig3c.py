@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from scalelong import experiment
+from scalelong.config import RunConfig
 from scalelong.data.store import Store
 from scalelong.metrics.evaluate import batches, quality_of, reference_of
 from scalelong.metrics.features import features_named
@@ -45,18 +46,20 @@ def collect(folders: Folders, store: Store) -> Data:
     features = features_named("pixels" if small_images else "inception", None, experiment.default_device())
     reference = reference_of(store, features)
 
-    def distance(run: experiment.LoadedRun, size: float) -> float:
-        network = Disturbed(run.model, size)
+    def distances(run: experiment.LoadedRun) -> list[float]:
+        network = experiment.for_sampling(run.model, len(LEVELS) * num * steps)
+        return [distance(run.config, Disturbed(network, size)) for size in LEVELS]
+
+    def distance(config: RunConfig, network: nn.Module) -> float:
         drawn = (
-            experiment.draw(run.config, network, count, first=first, seed=1, steps=steps)
+            experiment.draw(config, network, count, first=first, seed=1, steps=steps)
             for first, count in batches(num, 256)
         )
         return quality_of(drawn, reference, features, "").fid
 
     curves = {}
     for name, runs in folders.items():
-        loaded = [experiment.load_run(folder) for folder in runs]
-        curves[name] = [[distance(run, size) for size in LEVELS] for run in loaded]
+        curves[name] = [distances(experiment.load_run(folder)) for folder in runs]
     return {"measure": "pixel FID" if small_images else "FID-10k", "levels": list(LEVELS), "curves": curves}
 
 

@@ -120,7 +120,10 @@ def encoder_of(text: KeptText, place: str | None = None) -> TextEncoder:
 
 def autoencoder_of(config: RunConfig, device: str) -> Autoencoder | None:
     """What decodes a run's latents; None for a run on pixels."""
-    return None if config.latents is None else _opened_autoencoder(config.latents, _drawn_shape(config), device)
+    if config.latents is None:
+        return None
+    here = torch.empty(0, device=device).device  # cuda is cuda:0: one autoencoder, not two
+    return _opened_autoencoder(config.latents, _drawn_shape(config), str(here))
 
 
 @lru_cache(maxsize=1)

@@ -26,7 +26,7 @@ class Inbox:
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
         arrived = torch.cuda.Event()
-        arrived.record()
+        arrived.record(torch.cuda.current_stream(values.device))
         self._under_way.append((step, host, note, arrived))
 
     def arrived(self, *, wait: bool = False) -> Iterator[tuple[int, NDArray[np.float32], Any]]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scalelong.comparison import Member, members
+from scalelong.comparison import Member, forget_compiled, members
 from scalelong.config import RunConfig, with_overrides
 from scalelong.data.files import write_whole
 from scalelong.data.store import open_store
@@ -134,6 +134,7 @@ def train_member(member: Member, data: Path) -> bool:
     """Train one; a run that diverges is marked, and has lost."""
     from scalelong import experiment
 
+    forget_compiled()
     try:
         return experiment.train(member.config, open_store(data), member.folder, logger="none")
     except FloatingPointError as error:

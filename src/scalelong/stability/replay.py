@@ -24,7 +24,7 @@ class LastCall:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = unwrapped(model)
-        self.device = next(model.parameters()).device.type
+        self.device = next(model.parameters()).device
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.output_gradient: Tensor | None = None
         self.fresh = False  # whether the call is that of the present step
@@ -67,8 +67,8 @@ class LastCall:
         if self.running:
             self.arguments, self.output_gradient, self.fresh = (args, kwargs), None, True
             self._random = torch.get_rng_state(), _cuda_random(self.device)
-            enabled = torch.is_autocast_enabled(self.device)
-            self._autocast = enabled, torch.get_autocast_dtype(self.device) if enabled else None
+            enabled = torch.is_autocast_enabled(self.device.type)
+            self._autocast = enabled, torch.get_autocast_dtype(self.device.type) if enabled else None
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
         if self.running and (tensor := next(tensors_in(output), None)) is not None and tensor.requires_grad:
@@ -82,9 +82,9 @@ class LastCall:
         assert self.arguments is not None
         torch.set_rng_state(self._random[0])
         if self._random[1] is not None:
-            torch.cuda.set_rng_state(self._random[1])
+            torch.cuda.set_rng_state(self._random[1], self.device)
         enabled, dtype = self._autocast
-        with torch.autocast(self.device, dtype, enabled=enabled):
+        with torch.autocast(self.device.type, dtype, enabled=enabled):
             return self.model(*self.arguments[0], **self.arguments[1])
 
     def _backward(self) -> None:
@@ -96,7 +96,7 @@ class LastCall:
         gradients = [(p, p.grad) for p in self.model.parameters()]
         buffers = [(b, b.clone()) for b in self.model.buffers()]
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=None if self.device == "cuda" else []))
+            stack.enter_context(torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []))
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled graph calls no hooks
             stack.enter_context(torch.enable_grad())
             for p, _ in gradients:
@@ -117,5 +117,5 @@ class LastCall:
         return f", whose own {' and '.join(bad)} {'is' if len(bad) == 1 else 'are'} not finite" if bad else ""
 
 
-def _cuda_random(device: str) -> Tensor | None:
-    return torch.cuda.get_rng_state() if device == "cuda" else None
+def _cuda_random(device: torch.device) -> Tensor | None:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
