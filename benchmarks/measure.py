@@ -128,6 +128,11 @@ def write(rows: Sequence[Row], name: str, folder: Path = RESULTS) -> Path:
     return file
 
 
+def _spread(row: Row) -> str:
+    """What was measured once has none."""
+    return f"{row.spread_ms:.2f}" if row.spread_ms else "–"
+
+
 def table(rows: Sequence[Row]) -> str:
     """The rows for a terminal or a README."""
     lines = [
@@ -135,7 +140,7 @@ def table(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r.name} | {r.scaling} | {r.batch} | {r.ms_per_step:.2f} ({r.spread_ms:.2f}) | {r.images_per_s:,.0f} "
+        f"| {r.name} | {r.scaling} | {r.batch} | {r.ms_per_step:.2f} ({_spread(r)}) | {r.images_per_s:,.0f} "
         f"| {r.tflops:.3g} | {r.tflops / r.peak_tflops:.0%} | {r.memory_gib:.1f} |"
         for r in rows
     ]
