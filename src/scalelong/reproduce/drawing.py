@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 
 from scalelong.reproduce.plan import Data
 
-COLOURS = {"none": "C3", "1/√2": "C1", "CS": "C0", "LS": "C2", "CS reversed": "C4"}
+COLOURS = {"none": "C3", "1/√2": "C1", "CS": "C0", "LS": "C2", "CS reversed": "C4", "skip-norm": "C6"}
 STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -39,16 +39,20 @@ def draw_curves(axes: Any, found: Data, ylabel: str, *, log: bool = True) -> Non
         axes.plot(steps, [sum(row) / len(row) for row in table], color=colour, label=name, lw=1.4)
         axes.fill_between(steps, list(map(min, table)), list(map(max, table)), color=colour, alpha=0.2, lw=0)
     axes.set(xlabel="step", ylabel=ylabel, **({"yscale": "log"} if log else {}))
-    axes.legend(frameon=False, fontsize=8)
+    several = any(len(runs) > 1 for runs in found.values())
+    axes.legend(frameon=False, fontsize=8, title="mean and range over seeds" if several else None, title_fontsize=8)
 
 
 def draw_values(axes: Any, values: Mapping[str, Sequence[float]], title: str, ylabel: str) -> None:
     """One column per variant: a dot for each seed, a bar at their mean."""
     for place, (name, seeds) in enumerate(values.items()):
         mean = sum(seeds) / len(seeds)
-        axes.plot([place] * len(seeds), seeds, "o", ms=5, color=colour_of(name), alpha=0.7)
-        axes.plot([place - 0.3, place + 0.3], [mean, mean], color=colour_of(name), lw=2)
+        colour = COLOURS.get(name.split(",")[0], f"C{place % 10}")
+        axes.plot([place] * len(seeds), seeds, "o", ms=5, color=colour, alpha=0.7)
+        axes.plot([place - 0.3, place + 0.3], [mean, mean], color=colour, lw=2)
     axes.set_xticks(range(len(values)), list(values), rotation=25, ha="right")
+    if any(len(seeds) > 1 for seeds in values.values()):
+        ylabel += " (a dot is a seed)"
     axes.set(title=title, ylabel=ylabel, xlim=(-0.6, len(values) - 0.4))
     axes.margins(y=0.2)
 

@@ -67,7 +67,7 @@ def _plain(name: str) -> str:
 REPRODUCTION = Reproduction(
     name="fig1",
     title="Fig. 1: norms of hidden features",
-    claim="Skip scaling keeps hidden features smaller and steadier through training, more so in deeper nets.",
+    claim="Skip scaling keeps hidden features smaller through training.",
     small=small(variants()),
     full=full(variants(), "train.steps=30000"),
     collect=collect,
