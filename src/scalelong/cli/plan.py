@@ -147,14 +147,19 @@ def _costs_text(plan: Plan) -> str:
     checkpointed = plan["config"]["train"]["checkpoint_activations"]
     used = {**costs, "activations": costs["activations_checkpointed"] if checkpointed else costs["activations"]}
     other = "activations" if checkpointed else "activations_checkpointed"
-    listed = ", ".join(f"{part} {used[part] / 2**30:.2f}" for part in parts)
+    listed = ", ".join(f"{part} {_short(used[part] / 2**30)}" for part in parts)
     return (
-        f"{costs['parameters']:,} parameters; {costs['flops_per_image'] / 1e9:,.1f} GFLOP per image trained, "
-        f"{costs['flops_per_step'] / 1e12:,.2f} TFLOP per step\n"
+        f"{costs['parameters']:,} parameters; {_short(costs['flops_per_image'] / 1e9)} GFLOP per image trained, "
+        f"{_short(costs['flops_per_step'] / 1e12)} TFLOP per step\n"
         f"memory for {costs['images_at_once']:,} images at once in {plan['precision']}, computed for eager steps: "
-        f"{sum(used[part] for part in parts) / 2**30:.2f} GiB ({listed}; activations "
-        f"{costs[other] / 2**30:.2f} {'without' if checkpointed else 'with'} train.checkpoint_activations)"
+        f"{_short(sum(used[part] for part in parts) / 2**30)} GiB ({listed}; activations "
+        f"{_short(costs[other] / 2**30)} {'without' if checkpointed else 'with'} train.checkpoint_activations)"
     )
+
+
+def _short(number: float) -> str:
+    """Two decimals, or two digits of what is too small for them."""
+    return f"{number:,.2f}" if number >= 0.1 else f"{number:.2g}"
 
 
 def comparison_plan(group: Sequence[Member], store: Store, out: Path, workers: int, device: str) -> Plan:
