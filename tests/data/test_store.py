@@ -176,6 +176,17 @@ def test_a_missing_folder_is_told_what_to_run(tmp_path):
         open_store(tmp_path / "nothing")
 
 
+def test_of_two_preparations_into_one_folder_the_first_stays(tmp_path):
+    def meanwhile(items, count):
+        yield from items
+        prepare(digits(), tmp_path / "data")
+
+    with pytest.raises(SourceError, match="already holds a prepared dataset"):
+        prepare(digits(), tmp_path / "data", progress=meanwhile)
+    assert len(open_store(tmp_path / "data")) == 1797
+    assert [f.name for f in tmp_path.iterdir()] == ["data"]
+
+
 def test_a_killed_preparation_is_not_taken_for_a_whole_one(tmp_path):
     code = f"""
 import sys, time

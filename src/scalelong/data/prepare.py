@@ -60,9 +60,7 @@ def prepare(
         raise SourceError("latents are made by an autoencoder, got latents_only without one; give --autoencoder.")
     if latents_only:
         source = replace(source, shards=None)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        what = "a prepared dataset" if (out / MANIFEST).is_file() else "something else"
-        raise SourceError(f"{out} already holds {what}; choose another --out, or remove it first.")
+    _check_free(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     # Beside the target, so that the last step is a rename on one filesystem; readable for whom others' folders are.
     work = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:8]}"
@@ -70,6 +68,7 @@ def prepare(
     try:
         _fill(work, out, source, progress, text_encoder, text_progress, autoencoder, latents_only)
         sync_folder(work)
+        _check_free(out)  # another process may have been there first
         if out.is_dir():
             out.rmdir()
         work.rename(out)
@@ -78,6 +77,12 @@ def prepare(
         shutil.rmtree(work, ignore_errors=True)
         raise
     return open_store(out)
+
+
+def _check_free(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        what = "a prepared dataset" if (out / MANIFEST).is_file() else "something else"
+        raise SourceError(f"{out} already holds {what}; choose another --out, or remove it first.")
 
 
 def _fill(
