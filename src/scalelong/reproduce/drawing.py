@@ -21,10 +21,10 @@ STYLE: Any = {
 }
 
 
-def panels(count: int, *, height: float = 3.2) -> tuple[Any, Sequence[Any]]:
+def panels(count: int, *, width: float = 4.2, height: float = 3.2) -> tuple[Any, Sequence[Any]]:
     """A row of axes."""
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, count, figsize=(4.2 * count, height), squeeze=False)
+        figure, axes = plt.subplots(1, count, figsize=(width * count, height), squeeze=False)
     return figure, axes[0]
 
 

@@ -17,7 +17,8 @@ from scalelong.reproduce.running import DIVERGED
 from scalelong.stability.statements import Check, Statement
 
 DEPTHS, RATES, BATCHES = (4, 12, 20), ("3e-3", "1e-2", "3e-2", "1e-1"), (8, 32)
-NAMES = {"none": "none", "CS": "cs:0.7", "LS": "ls", "skip-norm": "skip-norm"}
+# A constant ½ is where the gates of LS begin: what it does as well is not theirs.
+NAMES = {"none": "none", "½": "uniform:0.5", "CS": "cs:0.7", "LS": "ls", "skip-norm": "skip-norm"}
 OUTCOMES = ("trains", "spikes", "diverges", "never learns")
 # One batch of 8 easily has twice the loss of another by its noise levels alone; means over 30 do not.
 _WINDOW, _RISE, _LOST = 30, 1.5, 0.5
@@ -89,13 +90,13 @@ def draw(data: Data) -> Any:
     rates = list(dict.fromkeys(cell["lr"] for cell in cells))
     rows = sorted({(cell["batch"], cell["depth"]) for cell in cells})
     colours = dict(zip(OUTCOMES, ("#4c9f70", "#e8b04a", "#b3392f", "#6b5b73"), strict=True))
-    figure, axes = panels(len(names), height=3.6)
+    figure, axes = panels(len(names), width=3.4, height=3.6)
     for place, name in zip(axes, names, strict=True):
         for cell in (c for c in cells if c["scaling"] == name):
             x, y = rates.index(cell["lr"]) + 0.25 * (cell["seed"] - 1), rows.index((cell["batch"], cell["depth"]))
-            place.scatter(x, y, marker="s", s=60, color=colours[cell["outcome"]])
+            place.scatter(x, y, marker="s", s=45, color=colours[cell["outcome"]])
         place.set_xticks(range(len(rates)), rates)
-        place.set_yticks(range(len(rows)), [f"batch {b}, depth {d}" for b, d in rows])
+        place.set_yticks(range(len(rows)), [f"batch {b}, depth {d}" if place is axes[0] else "" for b, d in rows])
         place.set(title=name, xlabel="learning rate", xlim=(-0.5, len(rates) - 0.5), ylim=(-0.6, len(rows) - 0.4))
     for name in OUTCOMES:
         axes[-1].scatter([], [], marker="s", color=colours[name], label=name)
