@@ -53,7 +53,7 @@ ALLOWED = {
     "comparison": {"config", "data"},
     "held_out": {"config", "data", "experiment"},
     "caption_check": {"config", "data", "held_out"},
-    "judging": {"config", "data", "experiment", "held_out", "metrics"},
+    "judging": {"config", "data", "experiment", "held_out", "metrics", "world"},
     "runs": {"runs", "backbones", "config", "data", "diffusion", "presets", "training", "world"},
     "experiment": {"config", "data", "runs", "training", "world"},
     "world": set(),

@@ -129,7 +129,7 @@ def check_like(config: RunConfig, store: Store, held_out: Store) -> None:
     check_fits(config, held_out)
     if _image_files(store) & _image_files(held_out):
         raise ValueError(
-            f"held-out images are ones not seen in training: {held_out.folder} holds the same images as "
+            f"held-out images are ones not seen in training: {held_out.folder} holds images of "
             f"{store.folder}; prepare a folder of others."
         )
     if config.data.condition == "class" and store.manifest.classes != held_out.manifest.classes:

@@ -174,4 +174,6 @@ def seeds_of(text: str) -> list[int]:
     parts = split(text, "--seeds")
     if not all(part.isdigit() for part in parts):
         raise ValueError(f"--seeds are whole numbers separated by commas, such as 0,1; got {text!r}.")
+    if len(set(parts)) < len(parts):
+        raise ValueError(f"--seeds has each seed once, got {text!r}.")
     return [int(part) for part in parts]

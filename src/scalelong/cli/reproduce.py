@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from scalelong.cli.common import print_result, progress_bar
+from scalelong.cli.compare import seeds_of
 from scalelong.cli.plan import opened_data
 
 if TYPE_CHECKING:
@@ -38,6 +40,10 @@ def reproduce(
     ] = False,
     data: Annotated[Path | None, typer.Option(help="A folder that prepare wrote; the digits without it.")] = None,
     out: Annotated[Path, typer.Option(help="The folder of the runs and figures.")] = Path("runs/reproduce"),
+    seeds: Annotated[
+        str | None,
+        typer.Option(help="By commas; 0,1,2 without it. --full has one, 1234, which has no spread to judge by."),
+    ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time; by default one per core.")] = None,
     from_data: Annotated[
         bool, typer.Option("--from-data", help="Draw and judge again from the data files that are there.")
@@ -58,7 +64,10 @@ def reproduce(
         raise ValueError("--full is the paper's setting on CIFAR-10; give its prepared folder with --data.")
     with opened_data(data, dry_run) as store:
         for what in wanted:
-            _one(what, what.full if full else what.small, store, out, workers, full, dry_run, as_json)
+            plan = what.full if full else what.small
+            if plan is not None and seeds is not None:
+                plan = replace(plan, seeds=tuple(seeds_of(seeds)))
+            _one(what, plan, store, out, workers, full, dry_run, as_json)
 
 
 def _one(
@@ -83,7 +92,9 @@ def _one(
     if dry_run:
         steps = sum(member.config.train.steps for member in left)
         plan_data = {"name": what.name, "runs": len(group), "to train": len(left), "steps": steps}
-        print_result(plan_data, as_json, f"{what.title}: {len(group)} runs, {len(left)} to train, {steps:,} steps")
+        alone = ", one seed each: drawn, mostly not judged" if plan and len(plan.seeds) == 1 else ""
+        told = f"{what.title}: {len(group)} runs, {len(left)} to train, {steps:,} steps{alone}"
+        print_result(plan_data, as_json, told)
         return
     device = experiment.default_device()
     at_once = min(workers or default_workers(device), max(1, len(left)))

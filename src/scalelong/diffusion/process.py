@@ -155,13 +155,18 @@ class Discrete(VariancePreserving):
     """1000 steps given by their β. Between two of them, where a solver may ask, ln α is interpolated."""
 
     def __init__(self, betas: Tensor) -> None:
-        self._log_alpha = 0.5 * torch.log1p(-betas).cumsum(0)  # on the host; where it was last asked for, a copy
-        self._table = self._log_alpha
+        self._log_alpha = 0.5 * torch.log1p(-betas).cumsum(0)  # on the host
+        self._copies: dict[torch.device, Tensor] = {}  # kept: a captured graph may read one
 
     def to(self, device: torch.device) -> Self:
         """The table of ᾱ."""
-        self._table = self._log_alpha.to(device)
+        self._table(device)
         return self
+
+    def _table(self, device: torch.device) -> Tensor:
+        if device not in self._copies:
+            self._copies[device] = self._log_alpha.to(device)
+        return self._copies[device]
 
     def timesteps(self, uniforms: Tensor) -> Tensor:
         """Each k with the same probability."""
@@ -169,9 +174,7 @@ class Discrete(VariancePreserving):
 
     def log_alpha(self, timesteps: Tensor) -> Tensor:
         """½ ln ᾱ_k from the table."""
-        if self._table.device != timesteps.device:
-            self.to(timesteps.device)
-        table, below = self._table, timesteps.floor().long().clamp(0, NUM_TIMESTEPS - 2)
+        table, below = self._table(timesteps.device), timesteps.floor().long().clamp(0, NUM_TIMESTEPS - 2)
         return torch.lerp(table[below], table[below + 1], timesteps - below)
 
     def timestep_at(self, ratio: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,12 +45,17 @@ def draw_curves(axes: Any, found: Data, ylabel: str, *, log: bool = True) -> Non
 
 
 def draw_values(axes: Any, values: Mapping[str, Sequence[float]], title: str, ylabel: str) -> None:
-    """One column per variant: a dot for each seed, a bar at their mean."""
+    """One column per variant: a dot for each seed, a bar at the mean of those that did not diverge."""
     for place, (name, seeds) in enumerate(values.items()):
-        mean = sum(seeds) / len(seeds)
-        colour = COLOURS.get(name.split(",")[0], f"C{place % 10}")
-        axes.plot([place] * len(seeds), seeds, "o", ms=5, color=colour, alpha=0.7)
-        axes.plot([place - 0.3, place + 0.3], [mean, mean], color=colour, lw=2)
+        finite = [value for value in seeds if math.isfinite(value)]
+        colour = colour_of(name, place)
+        axes.plot([place] * len(finite), finite, "o", ms=5, color=colour, alpha=0.7)
+        if finite:
+            mean = sum(finite) / len(finite)
+            axes.plot([place - 0.3, place + 0.3], [mean, mean], color=colour, lw=2)
+        if lost := len(seeds) - len(finite):
+            style = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "top", "fontsize": 8}
+            axes.text(place, 0.99, f"{lost} diverged", color=colour, **style)
     axes.set_xticks(range(len(values)), list(values), rotation=25, ha="right")
     if any(len(seeds) > 1 for seeds in values.values()):
         ylabel += " (a dot is a seed)"
@@ -70,7 +76,7 @@ def draw_beside(data: Data, printed: Mapping[str, float]) -> Any:
     return figure
 
 
-def colour_of(name: str) -> str:
-    """A scaling has its colour in every picture; other variants take theirs from their names."""
-    first = name.split(",")[0]
-    return COLOURS.get(first, f"C{5 + sum(map(ord, first)) % 5}")
+def colour_of(name: str, place: int = 0) -> str:
+    """A scaling has its colour in every picture; other variants take one that no scaling has, by their place."""
+    others = [f"C{i}" for i in range(10) if f"C{i}" not in COLOURS.values()]
+    return COLOURS.get(name.split(",")[0], others[place % len(others)])

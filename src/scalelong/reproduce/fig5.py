@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -14,7 +15,8 @@ from scalelong.stability.statements import Check, Statement
 PAPER_SPEEDUP = 1.5
 _RULE = (
     "The steps that training without scaling took, over those after which the scaled run first is as good as that "
-    "one at its end, are at least 1.5 in the median over seeds; never is less than any number."
+    "one at its end, are at least 1.5 in the median over seeds. Never is less than any number; where only the run "
+    "without scaling diverged, the other is ahead by more than any."
 )
 
 
@@ -63,6 +65,10 @@ def speedups(data: Data) -> dict[str, list[float]]:
 
 
 def _speedup(run: Data, plain: Data) -> float:
+    if math.inf in run["values"][-1:]:
+        return 0.0
+    if math.inf in plain["values"][-1:]:
+        return math.inf
     reached = first_reached(run["steps"], run["values"], plain["values"][-1])
     return 0.0 if reached is None else plain["steps"][-1] / reached
 

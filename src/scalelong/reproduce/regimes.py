@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from itertools import accumulate, product
 from typing import Any
@@ -25,7 +26,8 @@ _WINDOW, _RISE, _LOST = 30, 1.5, 0.5
 _CHANCE = 0.05
 _RULE = (
     "Of the cells (depth, rate, batch, seed) where only one of the scaled and the unscaled net trains, it is the "
-    "scaled one in so many that a coin would do as well with a probability below 5 % (sign test)."
+    "scaled one in so many that a coin would do as well with a probability below 5 % (sign test), divided by the "
+    "number of scalings, as each of them has its chance."
 )
 
 
@@ -51,7 +53,7 @@ def outcome(losses: list[float], diverged: bool) -> str:
     Spikes: a mean rose to 1.5 times the lowest before it. Diverges: not finite, or risen like that and above ½ in
     the end. Never learns: above ½ in the end without ever having been much better.
     """
-    if diverged or not losses:
+    if diverged or not losses or not all(map(math.isfinite, losses)):
         return "diverges"
     means = [statistics.fmean(losses[i : i + _WINDOW]) for i in range(0, len(losses), _WINDOW)]
     if means[-1] > _LOST:
@@ -109,21 +111,24 @@ def judge(data: Data) -> Statement:
     trains = {
         (c["scaling"], c["depth"], c["lr"], c["batch"], c["seed"]): c["outcome"] == "trains" for c in data["cells"]
     }
+    names = dict.fromkeys(key[0] for key in trains if key[0] != "none")
     checks = []
-    for name in dict.fromkeys(key[0] for key in trains if key[0] != "none"):
+    for name in names:
         pairs = [(plain, trains[(name, *key[1:])]) for key, plain in trains.items() if key[0] == "none"]
         won, lost = pairs.count((False, True)), pairs.count((True, False))
         fail = sum(not plain for plain, _ in pairs)
         chance = luck(won, lost)
         found = f"it mends {won} of {fail} cells that fail, and spoils {lost} of {len(pairs) - fail} others"
-        checks.append(Check(f"the scaling is {name}", chance < _CHANCE, f"{found}; by luck: {chance:.2g}"))
+        checks.append(
+            Check(f"the scaling is {name}", chance < _CHANCE / len(names), f"{found}; by luck: {chance:.2g}")
+        )
     return Statement(name="regimes", claim=REPRODUCTION.claim, rule=_RULE, checks=checks)
 
 
 REPRODUCTION = Reproduction(
     name="regimes",
     title="Regimes: where skip scaling buys stability",
-    claim="Skip scaling widens the range of depth, learning rate and batch in which training is stable.",
+    claim="Skip scaling widens the range of depth, learning rate and batch in which a net trains.",
     small=Plan(
         preset="digits",
         settings=(

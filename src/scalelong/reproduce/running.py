@@ -89,7 +89,7 @@ def quality(folders: Folders) -> Data:
 def _end_where_it_diverged(folder: Path, curve: Data) -> None:
     """What a run was worth before it diverged is not what it came to."""
     if (folder / DIVERGED).is_file():
-        curve["steps"].append(json.loads((folder / DIVERGED).read_text())["step"])
+        curve["steps"].append(json.loads((folder / DIVERGED).read_text())["step"] + 1)  # the update that failed
         curve["values"].append(float("inf"))
 
 

@@ -25,9 +25,16 @@ def conclude(what: Reproduction, folder: Path) -> Statement:
     if not file.is_file():
         raise ValueError(f"{folder} has no {DATA}; scalelong reproduce {what.name} makes it.")
     values = json.loads(file.read_text())["values"]
-    statement = what.judge(values)
+    try:
+        statement = what.judge(values)
+        figure = what.draw(values)
+    except KeyError as error:
+        raise ValueError(
+            f"{file} is not as scalelong reproduce {what.name} writes it now ({error} is unknown or missing); run "
+            "that again: what is trained stays."
+        ) from error
     write_whole(folder / VERDICT, json.dumps(statement.as_dict(), indent=1, ensure_ascii=False) + "\n")
-    _save(what.draw(values), what, statement, folder)
+    _save(figure, what, statement, folder)
     return statement
 
 

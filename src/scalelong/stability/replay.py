@@ -96,7 +96,7 @@ class LastCall:
         gradients = [(p, p.grad) for p in self.model.parameters()]
         buffers = [(b, b.clone()) for b in self.model.buffers()]
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []))
+            stack.enter_context(torch.random.fork_rng(devices=self._gpus()))
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled graph calls no hooks
             stack.enter_context(torch.enable_grad())
             for p, _ in gradients:
@@ -109,6 +109,9 @@ class LastCall:
                 with torch.no_grad():
                     for buffer, before in buffers:
                         buffer.copy_(before)
+
+    def _gpus(self) -> list[torch.device]:
+        return sorted({p.device for p in self.model.parameters() if p.is_cuda}, key=str)
 
     def _whose_weights(self, name: str) -> str:
         """An earlier update may have spoiled the module itself."""

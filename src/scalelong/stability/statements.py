@@ -49,7 +49,7 @@ def statement_from(data: dict[str, Any]) -> Statement:
 
 
 def verdict(checks: Sequence[Check]) -> str:
-    """A condition counts as met when every check under it holds.
+    """A condition counts as met when every check under it holds; a check that cannot be told does not.
 
     >>> verdict([Check("A", True, ""), Check("B", False, "")])
     'holds only where A'
