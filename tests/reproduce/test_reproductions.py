@@ -239,13 +239,34 @@ def test_a_sweep_goes_on_where_it_was_and_a_diverged_run_is_a_result(tmp_path):
     assert data["curves"]["none"][0]["steps"] == [2, 4]
 
 
+def written_run(folder, rows, seed=0):
+    """A run folder with this log."""
+    config = to_dict(run_preset("digits"))
+    config["train"]["seed"] = seed
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "environment.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_the_map_of_regimes_names_its_seeds_and_has_room_for_all_of_them(tmp_path):
+    rows = [{"step": step, "loss": 1 / step} for step in range(1, 61)]
+    folders = {"none, 12, 1e-2, 8": [written_run(tmp_path / str(seed), rows, seed) for seed in range(3, 9)]}
+    folders["none, 12, 3e-2, 8"] = folders["none, 12, 1e-2, 8"]
+    data = regimes.collect(folders, None)
+    assert [cell["seed"] for cell in data["cells"]] == [*range(3, 9)] * 2
+    (place,) = regimes.draw(data).axes
+    marks = [mark.get_offsets()[0][0] for mark in place.collections if len(mark.get_offsets())]
+    assert len(set(marks)) == 12
+    assert all(abs(x) < 0.45 for x in marks[:6])
+    assert all(abs(x - 1) < 0.45 for x in marks[6:])
+
+
 def test_a_run_that_diverged_after_a_good_start_ends_at_infinity(tmp_path):
     rows = [{"step": step, "quality": {"pixel_fid": value}} for step, value in ((2, 9.0), (4, 7.0))]
     for name in ("none", "CS"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(to_dict(run_preset("digits"))))
-        (tmp_path / name / "environment.json").write_text("{}")
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        written_run(tmp_path / name, rows)
     (tmp_path / "CS" / DIVERGED).write_text('{"step": 5, "error": ""}')
     found = final_quality({name: [tmp_path / name] for name in ("none", "CS")}, None)
     assert found["values"] == {"none": [7.0], "CS": [float("inf")]}

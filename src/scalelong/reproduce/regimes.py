@@ -67,16 +67,16 @@ def collect(folders: Folders, store: Store) -> Data:
     cells = []
     for name, runs in folders.items():
         scaling, depth, rate, batch = name.split(", ")
-        for seed, folder in enumerate(runs):
-            ended = folder / DIVERGED
-            losses = read_run(folder).series("loss")[1]
+        for folder in runs:
+            run, ended = read_run(folder), folder / DIVERGED
+            losses = run.series("loss")[1]
             cells.append(
                 {
                     "scaling": scaling,
                     "depth": int(depth),
                     "lr": rate,
                     "batch": int(batch),
-                    "seed": seed,
+                    "seed": run.config.train.seed,
                     "outcome": outcome(losses, ended.is_file()),
                     "last loss": statistics.median(losses[-10:]) if losses else None,
                     "diverged at": json.loads(ended.read_text())["step"] if ended.is_file() else None,
@@ -91,12 +91,14 @@ def draw(data: Data) -> Any:
     names = list(dict.fromkeys(cell["scaling"] for cell in cells))
     rates = list(dict.fromkeys(cell["lr"] for cell in cells))
     rows = sorted({(cell["batch"], cell["depth"]) for cell in cells})
+    seeds = sorted({cell["seed"] for cell in cells})
     colours = dict(zip(OUTCOMES, ("#4c9f70", "#e8b04a", "#b3392f", "#6b5b73"), strict=True))
     figure, axes = panels(len(names), width=3.4, height=3.6)
     for place, name in zip(axes, names, strict=True):
         for cell in (c for c in cells if c["scaling"] == name):
-            x, y = rates.index(cell["lr"]) + 0.25 * (cell["seed"] - 1), rows.index((cell["batch"], cell["depth"]))
-            place.scatter(x, y, marker="s", s=45, color=colours[cell["outcome"]])
+            beside = (seeds.index(cell["seed"]) + 0.5) / len(seeds) - 0.5
+            x, y = rates.index(cell["lr"]) + 0.8 * beside, rows.index((cell["batch"], cell["depth"]))
+            place.scatter(x, y, marker="s", s=135 / max(3, len(seeds)), color=colours[cell["outcome"]])
         place.set_xticks(range(len(rates)), rates)
         place.set_yticks(range(len(rows)), [f"batch {b}, depth {d}" if place is axes[0] else "" for b, d in rows])
         place.set(title=name, xlabel="learning rate", xlim=(-0.5, len(rates) - 0.5), ylim=(-0.6, len(rows) - 0.4))
