@@ -129,7 +129,9 @@ def test_train_refuses_another_run_in_the_folder(trained, data, monkeypatch, cap
 
 def test_compare_tells_every_run():
     tiny = [x for s in ("model.changes.hidden_size=32", "train.steps=6") for x in ("--set", s)]
-    told, text = plan("compare", "--scalings", "none,ls-per-skip", "--seeds", "0,3", "--out", "cmp", *tiny)
+    which = ["--scalings", "none,ls-per-skip", "--seeds", "0,3", "--workers", 3]
+    told, text = plan("compare", *which, "--out", "cmp", *tiny)
+    assert told["runs_at_once"] == 3
     assert [(r["scaling"], r["seed"], r["folder"]) for r in told["runs"]] == [
         ("none", 0, "cmp/none-seed0"),
         ("ls-per-skip", 0, "cmp/ls-per-skip-seed0"),

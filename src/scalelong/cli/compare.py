@@ -41,6 +41,9 @@ def compare(
         typer.Option(help="Judge samples on pixels or inception, or none; by default pixels up to 32×32."),
     ] = None,
     evaluate_num: Annotated[int, typer.Option(min=4, help="From how many samples.")] = 256,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time; by default one per core, or one on a GPU.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
@@ -60,15 +63,15 @@ def compare(
     with opened_data(data, dry_run) as store:
         judging = Judging(**_sampled(features, evaluate_num, store), held_out=held_out)
         group = members(base, split(scalings, "--scalings"), seeds_of(seeds), out, judging)
-        workers = min(len(group), default_workers(device))
+        at_once = min(len(group), workers or default_workers(device))
         # What is wrong with any run is told before the first.
-        plan = comparison_plan(group, store, out, workers, device)
+        plan = comparison_plan(group, store, out, at_once, device)
         if held_out is not None:
             check_like(experiment.fitted_to(base, store), store, open_store(held_out))
         if dry_run:
             print_result(plan, as_json, comparison_text(plan))
             return
-        done = run_with_bars(group, store.folder, workers)
+        done = run_with_bars(group, store.folder, at_once)
     if not all(done):
         typer.echo("stopped; what was done is saved, and the same command goes on.", err=True)
         raise typer.Exit(1)

@@ -44,7 +44,9 @@ def reproduce(
         str | None,
         typer.Option(help="By commas; 0,1,2 without it. --full has one, 1234, which has no spread to judge by."),
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time; by default one per core.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time; by default one per core, or one on a GPU.")
+    ] = None,
     from_data: Annotated[
         bool, typer.Option("--from-data", help="Draw and judge again from the data files that are there.")
     ] = False,
