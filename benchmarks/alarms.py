@@ -29,6 +29,7 @@ SETS = {
     "healthy, new": faults.HEALTHY_NEW,
     "healthy, last": faults.HEALTHY_LAST,
     "scan": faults.SCAN,
+    "edge": faults.EDGE,
 }
 
 

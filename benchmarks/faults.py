@@ -3,8 +3,9 @@
 Diffusers' DDPM noise, a U-ViT or a UNet, a plain PyTorch loop. A fault is a function of the run and of the steps
 since its onset. `TUNED` were looked at while the alarm was made; `HELD_OUT` and `HEALTHY_HELD_OUT` were written
 down before the alarm had a threshold, and first run when it was finished. `SCAN` looks for a learning rate × 30
-that takes its time. `HEALTHY_NEW` was written after a healthy run that was held out had rung, and `HEALTHY_LAST`
-after one of `HEALTHY_NEW` had; each was then run once.
+that takes its time, `EDGE` between the rates that do no harm and those that end a run at once. `HEALTHY_NEW` was
+written after a healthy run that was held out had rung, and `HEALTHY_LAST` after one of `HEALTHY_NEW` had; each was
+then run once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -390,6 +391,28 @@ SCAN = [
     ),
     Run("lr × 30 of 5e-3, SGD, UNet", make=unet, optimiser="sgd", lr=5e-3, seed=311, steps=600, fault=lr_times_30),
 ]  # fmt: skip
+
+_FAMILIES = {
+    "UNet": (Run("", make=unet, steps=400), 1e-4, 1e-3),
+    "UNet, Adam": (Run("", make=unet, optimiser="adam", steps=400), 1e-4, 1e-3),
+    "UNet, SGD": (Run("", make=unet, optimiser="sgd", steps=400), 1e-3, 5e-3),
+    "U-ViT, SGD": (Run("", optimiser="sgd", steps=400), 2e-3, 2e-2),
+}
+EDGE = [
+    replace(run, name=f"lr × 30 of {lr:.2e}, {name}", lr=lr, seed=600 + k, fault=lr_times_30)
+    for name, (run, low, high) in _FAMILIES.items()
+    for k, lr in ((k, low * (high / low) ** (k / 12)) for k in range(13))
+] + [
+    Run(
+        f"lr × 30 of {lr:.2e}, SGD, U-ViT, seed {seed}",
+        optimiser="sgd",
+        lr=lr,
+        steps=500,
+        seed=seed,
+        fault=lr_times_30,
+    )
+    for lr, seed in ((2e-3 * 1.07 ** (i // 3), 620 + i) for i in range(24))
+]
 
 
 def first_passing(losses: list[float], onset: int = ONSET, factor: float = 10.0) -> int | None:

@@ -263,6 +263,15 @@ def test_the_map_of_regimes_names_its_seeds_and_has_room_for_all_of_them(tmp_pat
     assert all(abs(x - 1) < 0.45 for x in marks[6:])
 
 
+def test_a_scaling_that_spoils_most_cells_is_called_clearly_worse():
+    many = cells(none=["trains"] * 8, CS=["diverges"] * 8, LS=["diverges"] * 4 + ["trains"] * 4)
+    spoils, unclear = regimes.judge(many).checks
+    assert spoils.found.endswith("by luck: 0.0039, clearly the other way round")
+    assert unclear.found.endswith("spoils 4 of 8 others; by luck: 1")
+    assert not spoils.holds
+    assert not unclear.holds
+
+
 def test_a_run_that_diverged_after_a_good_start_ends_at_infinity(tmp_path):
     rows = [{"step": step, "quality": {"pixel_fid": value}} for step, value in ((2, 9.0), (4, 7.0))]
     for name in ("none", "CS"):

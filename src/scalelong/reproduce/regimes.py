@@ -119,11 +119,12 @@ def judge(data: Data) -> Statement:
         pairs = [(plain, trains[(name, *key[1:])]) for key, plain in trains.items() if key[0] == "none"]
         won, lost = pairs.count((False, True)), pairs.count((True, False))
         fail = sum(not plain for plain, _ in pairs)
-        chance = luck(won, lost)
-        found = f"it mends {won} of {fail} cells that fail, and spoils {lost} of {len(pairs) - fail} others"
-        checks.append(
-            Check(f"the scaling is {name}", chance < _CHANCE / len(names), f"{found}; by luck: {chance:.2g}")
+        chance, reverse, limit = luck(won, lost), luck(lost, won), _CHANCE / len(names)
+        found = (
+            f"it mends {won} of {fail} cells that fail, and spoils {lost} of {len(pairs) - fail} others; by luck: "
         )
+        found += f"{reverse:.2g}, clearly the other way round" if reverse < limit else f"{chance:.2g}"
+        checks.append(Check(f"the scaling is {name}", chance < limit, found))
     return Statement(name="regimes", claim=REPRODUCTION.claim, rule=_RULE, checks=checks)
 
 
