@@ -53,7 +53,7 @@ def race(contenders: Sequence[Contender], *, rounds: int, steps: int, warmup: in
     times: list[list[float]] = [[] for _ in contenders]
     for _ in range(rounds):
         for (step, _), found in zip(ready, times, strict=True):
-            found.append(_time(step, steps))
+            found.append(time_steps(step, steps))
     rows = []
     for contender, (_, memory), found in zip(contenders, ready, times, strict=True):
         ms = statistics.median(found)
@@ -91,7 +91,7 @@ def _start(contender: Contender, warmup: int) -> tuple[Callable[[], None], float
     return step, (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def _time(step: Callable[[], None], steps: int) -> float:
+def time_steps(step: Callable[[], None], steps: int) -> float:
     """Milliseconds per step."""
     if torch.cuda.is_available():
         step()  # clocks and caches as in a long run
@@ -109,7 +109,7 @@ def matmul_ceiling() -> float:
     on_gpu = torch.cuda.is_available()
     size, dtype, device = (8192, torch.bfloat16, "cuda") if on_gpu else (1024, torch.float32, "cpu")
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best = min(_time(lambda: a @ b, 10) for _ in range(3))
+    best = min(time_steps(lambda: a @ b, 10) for _ in range(3))
     return 2 * size**3 / best / 1e9
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from datetime import date
 
 import numpy as np
 import pytest
@@ -17,10 +18,12 @@ from benchmarks import (
     fid,
     measure,
     monitor,
+    profile,
     readme,
     sampling,
     scaling,
     signals,
+    startup,
     throughput,
 )
 from scalelong import experiment
@@ -99,6 +102,45 @@ def test_sampling_and_signals(tmp_path):
     out = run(signals, "digits", *TINY, "--rounds", "1", "--steps", "1", "--out", str(tmp_path / "b"))
     assert "of the time" in out
     assert [row.name for row in rows_in(tmp_path / "b")] == ["plain step", "observed step"]
+
+
+def test_where_a_step_goes(tmp_path):
+    out = run(
+        profile, "digits", *TINY, "--batch", "4", "--steps", "1", "--rounds", "1", "--out", str(tmp_path)
+    )  # fmt: skip
+    assert "| matrix products |" in out
+    found = json.loads((tmp_path / f"{date.today()}-digits-batch-4.json").read_text())
+    in_kernels = sum(kernel["ms"] for kernel in found["kernels"])
+    assert found["accounted"] == pytest.approx(in_kernels / found["step_ms"], abs=1e-3)
+    # An operator's time is its own alone: counted with what it calls, it would be there several times.
+    assert 0.2 < found["accounted"] < 2
+
+
+def test_kernels_are_told_apart_by_their_names():
+    names = {
+        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "matrix products",
+        "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc": "convolutions",
+        "attention_backward": "attention",
+        "bias_gelu_forward": "GELU and its bias",
+        "triton_red_fused_native_layer_norm_native_layer_norm_backward_3": "norms, with the sums beside them",
+        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "AdamW, averages, gradient norm",
+        "Memcpy DtoD (Device -> Device)": "copies and casts",
+        "triton_poi_fused_add_3": profile.OTHER,
+    }
+    assert {name: profile.group_of(name) for name in names} == names
+
+
+@pytest.mark.slow
+def test_the_seconds_to_the_first_step(tmp_path):
+    out = run(startup, "digits", *TINY, "--warm", "1", "--out", str(tmp_path))
+    found = json.loads(out.split("written")[0])
+    assert found["cold_s"] > 0
+    assert len(found["warm_s"]) == 1
+
+
+def test_a_start_that_fails_tells_why(tmp_path):
+    with pytest.raises(RuntimeError, match="nonsense"):
+        startup.first_step_s(["nonsense"], tmp_path / "run", {})
 
 
 def test_fid_between_datasets(tmp_path):

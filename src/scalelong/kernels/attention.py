@@ -45,7 +45,7 @@ def _attend(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
 
     qkv = qkv.contiguous()
     out, lse = _attend_shapes(qkv, num_heads)
-    attention_triton.forward[(qkv.shape[0] * num_heads,)](
+    attention_triton.attention_forward[(qkv.shape[0] * num_heads,)](
         qkv, out, lse, _scale(qkv, num_heads) / math.log(2), **_sizes(qkv, num_heads), BQ=64, STAGES=2, num_warps=4
     )  # fmt: skip
     return out, lse
@@ -69,7 +69,7 @@ def _attend_backward(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, num_he
     qkv = qkv.contiguous()
     scale = _scale(qkv, num_heads)
     d_qkv = torch.empty_like(qkv)
-    attention_triton.backward[(qkv.shape[0] * num_heads,)](
+    attention_triton.attention_backward[(qkv.shape[0] * num_heads,)](
         qkv, out, grad.contiguous(), lse, d_qkv, scale, scale / math.log(2),
         **_sizes(qkv, num_heads), BQ=32, STAGES=2, num_warps=8,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 @triton.jit
-def forward(
+def attention_forward(
     qkv,
     out,
     lse,
@@ -76,7 +76,7 @@ def forward(
 
 
 @triton.jit
-def backward(
+def attention_backward(
     qkv,
     out,
     grad,

@@ -32,7 +32,7 @@ def _activate(hidden: Tensor, bias: Tensor) -> Tensor:
     hidden = hidden.contiguous()
     out = torch.empty_like(hidden)
     block = 2048
-    gelu_triton.forward[(-(-hidden.numel() // block),)](
+    gelu_triton.bias_gelu_forward[(-(-hidden.numel() // block),)](
         hidden, bias, out, hidden.numel(), COLUMNS=hidden.shape[-1], BLOCK=block
     )
     return out
@@ -58,7 +58,7 @@ def _activate_backward(hidden: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tens
     block_rows, repeat, block_columns = 64, 2, 64
     programs = -(-rows // (block_rows * repeat))
     partial = torch.empty((programs, columns), dtype=torch.float32, device=hidden.device)
-    gelu_triton.backward[(programs, columns // block_columns)](
+    gelu_triton.bias_gelu_backward[(programs, columns // block_columns)](
         hidden, bias, grad.contiguous(), d_hidden, partial, rows,
         COLUMNS=columns, BC=block_columns, BR=block_rows, REPEAT=repeat,
     )  # fmt: skip

@@ -21,7 +21,7 @@ def _cumulative_and_density(x):
 
 
 @triton.jit
-def forward(hidden, bias, out, size, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def bias_gelu_forward(hidden, bias, out, size, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """out = gelu(hidden + bias), both [R, COLUMNS] of `size` numbers."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = i < size
@@ -31,7 +31,7 @@ def forward(hidden, bias, out, size, COLUMNS: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def backward(
+def bias_gelu_backward(
     hidden,
     bias,
     grad,
