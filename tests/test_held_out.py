@@ -153,8 +153,22 @@ def test_a_run_logs_it_and_evaluate_finds_the_same(tmp_path, device):
         command = ["evaluate", str(tmp_path / "run"), "--data", str(tmp_path / "unseen"), "--loss"]
         result = CliRunner().invoke(app, [*command, "--ema", str(rate), "--json", "--device", "cpu"])
         found = json.loads(result.stdout)
-        assert found["loss"] == pytest.approx(rows[4][f"loss at {rate}"], rel=1e-6 if device == "cpu" else 1e-4)
+        # On a GPU the run is in bf16, and so is what it logs.
+        assert found["loss"] == pytest.approx(rows[4][f"loss at {rate}"], rel=1e-6 if device == "cpu" else 1e-2)
         assert found["images"] == 12
+
+
+def test_a_run_in_bf16_logs_its_loss_in_bf16_and_says_so(tmp_path):
+    store, unseen = made(tmp_path / "data"), made(tmp_path / "unseen", offset=100)
+    judges = [
+        judge_held_out(settings(f"train.precision={precision}"), store, unseen, "cpu", num=12)
+        for precision in ("fp32", "bf16")
+    ]
+    assert [judge.about.endswith(", bf16") for judge in judges] == [False, True]
+    model = experiment.build_model(experiment.fitted_to(settings(), store))
+    whole, half = (judge.figures_of(model)["loss"] for judge in judges)
+    assert half == pytest.approx(whole, rel=1e-2)
+    assert half != whole
 
 
 def test_other_held_out_images_are_asked_about_anew(tmp_path):

@@ -20,9 +20,9 @@ ALLOWED = {
     "saving": {"skips"},
     "data": {"data"},
     "kernels": {"kernels"},
-    "diffusion": {"diffusion", "data"},
+    "diffusion": {"diffusion", "data", "kernels"},
     "metrics": {"metrics", "data", "world"},
-    "training": {"training", "data", "diffusion", "skips", "config", "world"},
+    "training": {"training", "data", "diffusion", "kernels", "skips", "config", "world"},
     "backbones": {"backbones", "kernels", "skips", "presets", "saving"},
     "report": {"report", "config", "data", "training", "version"},
     "stability": {

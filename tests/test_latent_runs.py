@@ -64,7 +64,8 @@ def trained(folder, store):
 def by_hand(loaded, vae, noise, labels, steps, guidance):
     """DDIM on SD's schedule, nothing clipped, then decoded; the network sees k and adds 1."""
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
-    ddim = DDIMScheduler(trained_betas=betas.tolist(), clip_sample=False, set_alpha_to_one=True)
+    how = dict(clip_sample=False, set_alpha_to_one=True, timestep_spacing="trailing")
+    ddim = DDIMScheduler(trained_betas=betas.tolist(), **how)
     ddim.set_timesteps(steps)
     z, null = noise, torch.full_like(labels, 2)
     with torch.no_grad():

@@ -88,6 +88,7 @@ def train(
     """
     check_logger(logger)
     device = local_device(usable_device(device))
+    gc.collect()  # of a run before that ended in an error
     with joined(device) as world:
         done = _train(config, store, out, world, device, show, judges, logger)
     gc.collect()  # the step and its loader hold each other, and with them the data on the device

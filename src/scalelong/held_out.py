@@ -44,7 +44,8 @@ class HeldOutLoss:
 class HeldOut:
     """Images of a store, `num` of them in an order of its own, and how they are noised.
 
-    Nothing is flipped or dropped. The seed is not the run's: runs of all seeds are asked the same.
+    Nothing is flipped or dropped. The seed is not the run's: runs of all seeds are asked the same. The
+    answer is that of any device, but with `bf16`, which on a GPU is several times faster.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class HeldOut:
         draws: int = DRAWS,
         batch: int = 250,
         seed: int = 0,
+        bf16: bool = False,
     ) -> None:
         self.images = min(len(store), len(store) if num is None else num)
         if self.images < 2 or draws < 1:
@@ -69,6 +71,7 @@ class HeldOut:
         self.loader = loader_for(config, store, device, resident_bytes=_RESIDENT)
         self.process = process_of(config).to(self.loader.device)
         self.draws, self.size = draws, batch
+        self.bf16 = bf16
         self.noise, self.times = Stream(seed, "held-out noise"), Stream(seed, "held-out times")
 
     def batches(self, progress: Progress = lambda starts, count: starts) -> Iterator[Batch]:
@@ -91,7 +94,8 @@ class HeldOut:
         uniforms = (self.times.uniform(counters) + draw) / self.draws
         timesteps = self.process.timesteps(uniforms.clamp(max=_BELOW_ONE))  # rounded up to 1, one in a million
         example = self.process.example(batch.images, noise, timesteps)
-        prediction = model(example.inputs, timesteps, return_dict=False, **given)[0].float()
+        with torch.autocast(batch.images.device.type, torch.bfloat16, enabled=self.bf16):
+            prediction = model(example.inputs, timesteps, return_dict=False, **given)[0].float()
         each = (prediction - example.target).square().mean(dim=(1, 2, 3))
         return each if example.weights is None else each * example.weights
 

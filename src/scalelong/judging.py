@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from scalelong import experiment
-from scalelong.config import RunConfig
+from scalelong.config import RunConfig, resolved_for
 from scalelong.data.contexts import text_of
 from scalelong.data.store import Store
 from scalelong.experiment import Judge
@@ -55,11 +55,13 @@ def judge_quality(
 def judge_held_out(
     config: RunConfig, store: Store, held_out: Store, device: str, *, num: int, every: int | None = None
 ) -> Judge:
-    """The loss on `num` images of another store than that of the training."""
+    """The loss on `num` images of another store than that of the training, in bf16 where the training is."""
     config = experiment.fitted_to(config, store)
     check_like(config, store, held_out)
-    share = config.train.batch_size // (rank_and_size()[1] * config.train.accumulate)
+    processes = rank_and_size()[1]
+    share = config.train.batch_size // (processes * config.train.accumulate)
+    bf16 = resolved_for(config.train, device, processes).precision == "bf16"
     batch = max(1, min(250, share))  # as many as a step sees at once: no more memory than it takes
-    asked = HeldOut(config, held_out, device=device, num=num, batch=batch)
-    about = f"{asked.images} images of {held_out.checksum[:12]}"
+    asked = HeldOut(config, held_out, device=device, num=num, batch=batch, bf16=bf16)
+    about = f"{asked.images} images of {held_out.checksum[:12]}{', bf16' if bf16 else ''}"
     return Judge(HELD_OUT, lambda model: {"loss": asked.measure(model).loss}, every, about)

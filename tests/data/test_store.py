@@ -238,6 +238,18 @@ def test_batches_are_slices_of_one_stream(store, resident):
     assert not torch.equal(Loader(store, **how | {"seed": 4}).batch(0, 120).images, whole.images)
 
 
+def test_what_is_read_through_the_memory_map_is_read_ahead(store):
+    loader = Loader(store, seed=0, resident_bytes=0)
+    asked = []
+    request = loader.host.request
+    loader.host.request = lambda rows: asked.append(rows.tolist()) or request(rows)
+    for step in range(4):
+        loader.fetch(8 * step + 4, 4)  # the second of two processes
+    wanted = [loader._rows(8 * step + 4, 4).tolist() for step in range(5)]
+    assert asked[-1] == wanted[-1]  # begun before it is asked for
+    assert asked.count(wanted[3]) == 1  # and not again when it is
+
+
 def test_pixels_are_scaled_and_half_of_them_flipped(store):
     plain, flipped = Loader(store, seed=0), Loader(store, seed=0, flip=True)
     a, b = plain.batch(0, 1000), flipped.batch(0, 1000)

@@ -55,6 +55,19 @@ def test_samples_have_the_datas_mean_and_spread(sampler, name, target):
 
 
 @pytest.mark.parametrize(
+    ("sampler", "steps"), [("ddim", 30), ("ddim", 47), ("ddim", 500), ("ddpm", 501), ("ddpm", 650)]
+)
+def test_steps_begin_where_the_noise_does(sampler, steps):
+    """Begun at k = 500, noise of size 1 would be taken for a noised image, and the mean be lost."""
+    process = DDPM()
+    scheduler = scheduler_for(process, sampler)
+    scheduler.set_timesteps(steps)
+    assert scheduler.timesteps[0] == NUM_TIMESTEPS - 1
+    x = sample(GaussianOracle(process), process, torch.arange(64), (1, 8, 8), sampler=sampler, steps=steps)
+    assert abs(x.mean() - MEAN) < 5 * STD / math.sqrt(x.numel()) + 0.005
+
+
+@pytest.mark.parametrize(
     ("sampler", "name"), [(s, name) for s, name, target in CASES if target == PROCESSES[name].targets[0]]
 )
 def test_a_sample_depends_on_seed_and_index_alone(sampler, name):
@@ -230,6 +243,7 @@ def test_diffusers_schedulers_refuse_what_they_do_not_know():
         (dict(sampler="euler"), "unknown sampler 'euler'; the known ones are dpm"),
         (dict(sampler="em"), "the sampler .em. fits vp-sde, and this model was trained on 'ddpm'"),
         (dict(steps=0), "1 … 1000, got 0"),
+        (dict(sampler="ddim", steps=501), "501 of its steps would not meet; try 500, or dpm"),
         (dict(guidance=2.0), "guidance 2.0 needs class labels"),
     ],
 )

@@ -1,4 +1,5 @@
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -6,7 +7,7 @@ import torch
 from torch import nn
 
 from scalelong.data.prepare import prepare
-from scalelong.data.sources import digits
+from scalelong.data.sources import Item, Source, digits
 from scalelong.metrics import evaluate as module
 from scalelong.metrics.distances import Moments, frechet_distance
 from scalelong.metrics.evaluate import batches, quality_of, reference_of
@@ -94,3 +95,19 @@ def test_pixels_of_large_images_are_refused_before_a_covariance_of_all_of_them()
     assert PixelFeatures()(torch.zeros(2, 3, 32, 32)).shape == (2, 3072)
     with pytest.raises(ValueError, match=r"at most 3,072 numbers .* got 12,288; use --features inception"):
         PixelFeatures()(torch.zeros(2, 3, 64, 64))
+
+
+def test_the_order_of_the_data_does_not_matter(store, tmp_path, monkeypatch):
+    """Folders of classes are prepared class by class; the images that are kept must not be those of a few."""
+    monkeypatch.setattr(module, "_NEIGHBOURS_FROM", 300)
+    images, labels = np.array(store.images), np.array(store.labels)
+    samples = images_of(store, np.arange(0, 1797, 6))
+    found = []
+    for name, order in (("mixed", np.random.default_rng(0).permutation(1797)), ("sorted", labels.argsort())):
+        items = [Item(str(i), images[i], int(labels[i])) for i in order]
+        ordered = prepare(Source(name, len(items), list("0123456789"), partial(iter, items)), tmp_path / name)
+        found.append(quality_of([samples], reference_of(ordered, PixelFeatures()), PixelFeatures(), "made"))
+    mixed, in_order = found
+    assert in_order.fid == pytest.approx(mixed.fid, rel=1e-6)
+    assert in_order.kid == pytest.approx(mixed.kid, abs=0.01)
+    assert in_order.precision == pytest.approx(mixed.precision, abs=0.1)

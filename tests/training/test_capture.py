@@ -105,6 +105,39 @@ def test_a_resumed_captured_run_goes_on_as_it_would_have(store, tmp_path):  # no
     assert same(tmp_path / "straight", tmp_path / "halting")
 
 
+def test_a_run_after_one_that_diverged(store, tmp_path, monkeypatch):  # noqa: F811
+    plain = Stepper._loss
+    monkeypatch.setattr(Stepper, "_loss", lambda self, *a: plain(self, *a) / (self.step != 7))
+    with pytest.raises(NonFiniteError, match="step 7"):
+        experiment.train(config(), store, tmp_path / "diverged", device="cuda")
+    monkeypatch.undo()
+    held = torch.cuda.memory_allocated()
+    assert experiment.train(config("train.steps=12"), store, tmp_path / "next", device="cuda")
+    assert torch.cuda.memory_allocated() <= held
+
+
+@pytest.mark.parametrize("settings", [["train.accumulate=16"], ["train.checkpoint_activations=true"]])
+def test_pieces_and_checkpointed_activations_are_captured_too(store, settings):  # noqa: F811
+    want = losses_of(stepper(store, "train.precision=fp32", "train.execution=eager"), 12)
+    step = stepper(store, "train.precision=fp32", "train.execution=captured", *settings)
+    torch.testing.assert_close(losses_of(step, 12), want, rtol=1e-4, atol=0)
+
+
+def test_samples_between_captured_steps_change_nothing(store):  # noqa: F811
+    from scalelong.diffusion.fast import FastNetwork
+
+    found = []
+    for looks in (False, True):
+        step = stepper(store, "train.precision=bf16", "train.execution=captured")
+        first = losses_of(step, 6)
+        if looks:
+            step.model.eval()
+            FastNetwork(step.model)(torch.randn(50, 1, 8, 8, device="cuda"), torch.tensor(500.0, device="cuda"))
+            step.model.train()
+        found.append(torch.cat([first, losses_of(step, 6)]))
+    assert torch.equal(*found)
+
+
 def test_dropout_in_a_graph_is_drawn_by_the_step(store):  # noqa: F811
     unet = with_overrides(
         run_preset("cifar10-unet"),

@@ -115,3 +115,12 @@ def test_saving_a_step_again_never_leaves_it_without_one(tmp_path, monkeypatch):
     # Killed between the two renames: the one that was to be replaced is found again.
     rename(tmp_path / "step-000000003", tmp_path / ".replaced-step-000000003")
     assert load_latest(tmp_path).step == 3
+
+
+def test_a_broken_later_one_does_not_cost_the_one_just_written(tmp_path):
+    flip(save_step(tmp_path, 100, keep=1) / "model.safetensors")
+    save_step(tmp_path, 40, keep=1)
+    save_step(tmp_path, 50, keep=1)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["step-000000050", "step-000000100"]
+    with pytest.warns(UserWarning, match="step-000000100 is damaged"):
+        assert load_latest(tmp_path).step == 50

@@ -1,6 +1,7 @@
 """Real training runs of seconds, on the real digits."""
 
 import gc
+import math
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from scalelong.data.prepare import prepare
 from scalelong.data.sources import digits
 from scalelong.presets import run_preset
 from scalelong.training import checkpoint
+from scalelong.training import step as step_module
 from scalelong.training.guard import NonFiniteError
 from scalelong.training.log import read_metrics
 from scalelong.training.signals import oscillation_index
@@ -168,6 +170,41 @@ def test_a_nan_stops_before_the_update_names_its_origin_and_loses_nothing(store,
         experiment.train(config("train.steps=20"), store, bad, device="cpu")
     assert error.value.step == 7
     assert same(good, bad)
+
+
+def test_a_nan_whose_module_cannot_be_found_for_want_of_memory_is_told_and_loses_nothing(
+    store, tmp_path, monkeypatch
+):
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    experiment.train(config("train.steps=7"), store, good, device="cpu")
+    plain = Stepper._loss
+
+    def poisoned(self, piece, forward):
+        return plain(self, piece, forward) * (math.inf if self.step == 7 else 1)
+
+    def no_room(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 31 GiB.\nGPU 0 has")
+
+    monkeypatch.setattr(Stepper, "_loss", poisoned)
+    monkeypatch.setattr(step_module, "find_culprit", no_room)
+    with pytest.raises(NonFiniteError, match="step 7: the loss is not finite.*could not be run again.*31 GiB"):
+        experiment.train(config("train.steps=20"), store, bad, device="cpu")
+    assert same(good, bad)
+
+
+def test_all_pieces_of_a_batch_are_drawn_by_one_compiled_function(store, monkeypatch):
+    compiled = []
+
+    def counting(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    step = stepper(store, "train.steps=1", "train.batch_size=12", "train.accumulate=12")
+    whole = step._draw_batch(step.pixels, None, step.step, step.places)
+    draw = torch.compile(step._draw_batch, dynamic=False, backend=counting)
+    parts = [draw(step.pixels[i : i + 1], None, step.step, step.places[i : i + 1]) for i in range(12)]
+    assert len(compiled) == 1
+    assert torch.equal(torch.cat([timesteps for _, timesteps, _ in parts]), whole[1])
 
 
 def test_accumulation_changes_nothing_but_rounding(store, tmp_path):

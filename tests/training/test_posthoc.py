@@ -1,3 +1,5 @@
+from fractions import Fraction
+
 import pytest
 import torch
 from torch import nn
@@ -29,6 +31,14 @@ def test_a_tracked_average_has_the_power_profile():
         # The update's share of ∫ p: P(τ) = (τ/t)^(γ+1).
         share = ((update + 1) / steps) ** (ema.gamma + 1) - (update / steps) ** (ema.gamma + 1)
         assert ema.weights["weight"].item() == pytest.approx(share, rel=1e-3, abs=1e-7)
+
+
+@pytest.mark.parametrize("step", [0, 9, 99_999, 500_001, 2_000_000])
+def test_an_updates_weight_is_exact_late_in_training_too(step):
+    ema = PowerEMA(nn.Linear(1, 1), 0.05)
+    ema.gamma = 17.0  # a whole power, which fractions take exactly
+    found = ema.weight(torch.tensor(step), torch.tensor(1.0)).item()
+    assert found == pytest.approx(float(1 - Fraction(step, step + 1) ** 18), rel=1e-6)
 
 
 def test_inner_products_against_quadrature():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,9 +15,10 @@ from scalelong.data.contexts import text_of
 from scalelong.data.latents import LatentSpace
 from scalelong.data.random import Stream, permutation
 from scalelong.data.shards import ShardImages
-from scalelong.data.store import Store
+from scalelong.data.store import NoImages, Store
 
-RESIDENT_BYTES = 8 << 30  # of a store that lives on the device, at most
+_RESIDENT_BYTES = 8 << 30  # of a store that lives in a CPU's memory, at most
+_RESIDENT_SHARE = 0.25  # of a GPU's
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ class Batch:
 class Loader:
     """The endless, reshuffled stream of a store's images, flips included.
 
-    A store of up to `resident_bytes` lives on the device; a larger one is read through its memory map. Shards are
-    decoded as they are needed, the next batch ahead while the device is busy with this one. With `label_dropout`
+    A store of up to `resident_bytes` (a quarter of a GPU's memory) lives on the device; a larger one is read
+    through its memory map, and shards are decoded as they are needed: the next batch ahead, while the device is
+    busy with this one. With `label_dropout`
     images have labels, with `text_dropout` the context of one of their captions; so many are dropped. With
     `latents` the stream is of these: each is drawn from its moments anew whenever it comes.
     """
@@ -48,7 +50,7 @@ class Loader:
         label_dropout: float | None = None,
         text_dropout: float | None = None,
         latents: bool = False,
-        resident_bytes: int = RESIDENT_BYTES,
+        resident_bytes: int | None = None,
     ) -> None:
         if label_dropout is not None and store.labels is None:
             raise ValueError(
@@ -57,7 +59,7 @@ class Loader:
             )
         self.store = store
         self.seed = seed
-        self.device = torch.device(device)
+        self.device = torch.empty(0, device=device).device  # with its index, as tensors there have it
         self.labelled = label_dropout is not None
         self.dropout = label_dropout or text_dropout or 0.0
         self.flips = Stream(seed, "flip") if flip else None
@@ -66,11 +68,17 @@ class Loader:
         self.text = None if text_dropout is None else text_of(store)
         self.space = latent_space(store) if latents else None
         self.posterior = Stream(seed, "posterior")
-        self.source = store.images if self.space is None else _latent_rows(store, flip)
-        self.resident = None
+        source = store.images if self.space is None else _latent_rows(store, flip)
+        self.resident: Tensor | None = None
+        self.host: ShardImages | _Mapped | None = None
         text_bytes = 0 if self.text is None else self.text.tokens.nbytes
-        if not isinstance(self.source, ShardImages) and self.source.nbytes + text_bytes <= resident_bytes:
-            self.resident = torch.from_numpy(np.array(self.source[:])).to(self.device)
+        room = resident_bytes_on(self.device) if resident_bytes is None else resident_bytes
+        if isinstance(source, ShardImages):
+            self.host = source
+        elif source.nbytes + text_bytes <= room:
+            self.resident = torch.from_numpy(np.array(source[:])).to(self.device)
+        else:
+            self.host = _Mapped(source)
         # Where images are read by the host, their order stays there: to ask the device for it would wait for it.
         self._place = self.device if self.resident is not None else torch.device("cpu")
         self.labels = None if store.labels is None else torch.from_numpy(store.labels).to(self._place)
@@ -90,14 +98,13 @@ class Loader:
 
     def fetch(self, start: int, size: int) -> tuple[Tensor, Tensor | None]:
         """The same images as the store has them: pixels [B, H, W, C] of 0 … 255, or moments; labels or contexts."""
-        rows = self._rows(start, size)
-        places = rows if self.space is None else self._flip_of(start, rows)
+        places = self._places(start, size)
         if self.resident is not None:
             pixels = self.resident[places]
         else:
             pixels = torch.from_numpy(self._read(start, size, places.numpy()))
             pixels = pixels.pin_memory() if self.device.type == "cuda" else pixels
-        return pixels, self._condition(start, rows)
+        return pixels, self._condition(start, self._rows(start, size))
 
     def finish(self, pixels: Tensor, condition: Tensor | None, indices: Tensor) -> Batch:
         """What is drawn by the position in the stream: flips, dropped conditions. Operations on tensors alone."""
@@ -126,11 +133,12 @@ class Loader:
             means = means + deviations * self.posterior.normal(indices, tuple(means.shape[1:]))
         return (means - self.space.shift_factor) * self.space.scaling_factor
 
-    def _flip_of(self, start: int, rows: Tensor) -> Tensor:
-        """Where the latents of these images lie: an image's two flips are neighbours."""
-        if self.flips is None:
+    def _places(self, start: int, size: int) -> Tensor:
+        """Where these images lie in the source: of latents, an image's two flips are neighbours."""
+        rows = self._rows(start, size)
+        if self.space is None or self.flips is None:
             return rows
-        indices = torch.arange(start, start + len(rows), device=rows.device)
+        indices = torch.arange(start, start + size, device=rows.device)
         return 2 * rows + (self.flips.bits(indices, 1)[:, 0] & 1)
 
     def buffers(self, size: int) -> tuple[Tensor, Tensor | None]:
@@ -153,15 +161,13 @@ class Loader:
         return contexts.pin_memory() if self.device.type == "cuda" and not contexts.is_cuda else contexts
 
     def _read(self, start: int, size: int, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        images = self.source
-        if not isinstance(images, ShardImages):
-            return images[rows]
+        assert self.host is not None
         requested = self._ahead.take(start, size)
         if requested is None:
-            requested = images.request(rows)
+            requested = self.host.request(rows)
         coming = self._ahead.guess(start, size)
-        self._ahead.put(coming, size, images.request(self._rows(coming, size).numpy()))
-        return images.gather(requested)
+        self._ahead.put(coming, size, self.host.request(self._places(coming, size).numpy()))
+        return self.host.gather(requested)
 
     def _rows(self, start: int, size: int) -> Tensor:
         """Which images of the store these are: each epoch has its own order, and a batch may span some."""
@@ -191,6 +197,29 @@ def _latent_rows(store: Store, flip: bool) -> np.ndarray[Any, np.dtype[np.float1
     """[N, …] of the images as they are, or [2 N, …] with each followed by its flip."""
     assert store.latents is not None
     return store.latents.reshape(-1, *store.latents.shape[2:]) if flip else store.latents[:, 0]
+
+
+def resident_bytes_on(device: torch.device) -> int:
+    """How large a store may be that lives on a device."""
+    if device.type != "cuda":
+        return _RESIDENT_BYTES
+    return int(_RESIDENT_SHARE * torch.cuda.get_device_properties(device).total_memory)
+
+
+class _Mapped:
+    """Rows of a memory-mapped array, read on a thread of its own; asked as `ShardImages` is."""
+
+    def __init__(self, array: np.ndarray[Any, Any] | NoImages) -> None:
+        self.array = array
+        self._pool = ThreadPoolExecutor(1, "rows")
+
+    def request(self, rows: np.ndarray[Any, Any]) -> list[Future[Any]]:
+        """Begin to read."""
+        return [self._pool.submit(self.array.__getitem__, rows)]
+
+    def gather(self, requested: list[Future[Any]]) -> np.ndarray[Any, Any]:
+        """Wait for what `request` began."""
+        return requested[0].result()
 
 
 class _Ahead:

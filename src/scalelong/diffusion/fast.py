@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scalelong.kernels.graphs import captured, warm_up
+
 
 class FastNetwork(nn.Module):
     """Called as the network itself. The first call decides the batch; smaller ones are padded to it.
@@ -18,7 +20,8 @@ class FastNetwork(nn.Module):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
-        self.compiled = torch.compile(network)
+        # Not for any batch size, as the compiler would after a training of this network with another one.
+        self.compiled = torch.compile(network, dynamic=False)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: dict[str, Tensor] = {}
         self.output = torch.empty(0)
@@ -35,23 +38,13 @@ class FastNetwork(nn.Module):
         given = {"sample": sample, "timestep": timestep.float().expand(count), **told}
         if self.graph is None or count > len(self.inputs["sample"]):
             self.inputs = {name: value.clone() for name, value in given.items()}
-            self._capture()
+            warm_up([self._predict])
+            self.graph, self.output = captured(self._predict)
         for name, value in given.items():
             self.inputs[name][:count].copy_(value)
         assert self.graph is not None
         self.graph.replay()
         return SimpleNamespace(sample=self.output[:count].float())
-
-    def _capture(self) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self._predict()
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.output = self._predict()
 
     def _predict(self) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):

@@ -34,6 +34,9 @@ _FITS: dict[str, Any] = {
     "flow-euler": Flow,
 }
 SAMPLERS = tuple(_FITS)
+# Steps begin at k = 999, as the noise does. With diffusers' default few steps, or 501, begin far below it.
+_FROM_THE_END = "trailing"
+_MOST_UNEVEN = 1.05  # diffusers' DDIM rounds the length of its steps down, not that between their beginnings
 _SOLVERS = {"dpm++": dpm, "heun": heun, "flow-euler": flow_euler}
 
 
@@ -60,9 +63,9 @@ def scheduler_for(process: Process, sampler: str, *, clip: bool = True) -> Any:
             **common, algorithm_type="dpmsolver++", solver_order=2, use_lu_lambdas=True
         )
     if sampler == "ddim":
-        return DDIMScheduler(**common, clip_sample=clip, set_alpha_to_one=True)
+        return DDIMScheduler(**common, clip_sample=clip, set_alpha_to_one=True, timestep_spacing=_FROM_THE_END)
     if sampler == "ddpm":
-        return DDPMScheduler(**common, clip_sample=clip)
+        return DDPMScheduler(**common, clip_sample=clip, timestep_spacing=_FROM_THE_END)
     raise ValueError(f"the samplers on diffusers' schedulers are dpm++, ddim and ddpm, got {sampler!r}.")
 
 
@@ -169,6 +172,12 @@ def check_request(process: Process, sampler: str, steps: int, guidance: float, c
         )
     if not 1 <= steps <= NUM_TIMESTEPS:
         raise ValueError(f"steps is a whole number in 1 … {NUM_TIMESTEPS}, got {steps}.")
+    if sampler == "ddim" and NUM_TIMESTEPS / steps > _MOST_UNEVEN * (NUM_TIMESTEPS // steps):
+        near = min((n for n in range(1, NUM_TIMESTEPS + 1) if NUM_TIMESTEPS % n == 0), key=lambda n: abs(n - steps))
+        raise ValueError(
+            f"ddim takes every n-th of the {NUM_TIMESTEPS:,} steps of the training, so that {steps} of its steps "
+            f"would not meet; try {near}, or dpm++, which takes any number."
+        )
     if not math.isfinite(guidance):
         raise ValueError(f"guidance is a number, 1 for none, got {guidance}.")
     if guidance != 1 and not conditional:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from scalelong.data.random import permutation
 from scalelong.data.store import Store
 from scalelong.metrics.distances import Moments, frechet_distance, kernel_distance, precision_recall
 from scalelong.metrics.features import Features
@@ -24,7 +25,7 @@ _NEIGHBOURS_FROM = 10_000  # precision and recall compare all pairs: enough imag
 
 @dataclass(frozen=True)
 class Reference:
-    """Features of a dataset: moments over all of it, and the features of its first images."""
+    """Features of a dataset: moments over all of it, and the features of some of its images."""
 
     moments: Moments
     features: Tensor
@@ -56,7 +57,7 @@ def reference_of(store: Store, features: Features, cache: Path | None = None, ba
     if file is not None and file.is_file():
         return _read(file)
     parts = (images_of(store, start, batch) for start in range(0, len(store), batch))
-    reference = _collect(features(images) for images in parts)
+    reference = _collect((features(images) for images in parts), chosen_of(len(store)))
     if file is not None:
         _write(file, reference)
     return reference
@@ -69,8 +70,15 @@ def statistics_folder() -> Path:
 
 def reference_file(store: Store, features: str, cache: Path) -> Path:
     """Where the reference of this data under features of this name is kept."""
-    key = hashlib.sha256(f"{store.checksum}/{features}".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"{store.checksum}/{features}/chosen at random".encode()).hexdigest()[:32]
     return cache / f"{key}.safetensors"
+
+
+def chosen_of(images: int) -> Tensor:
+    """[images], true for those whose features are kept: at random, as data may be sorted by class."""
+    chosen = torch.zeros(images, dtype=torch.bool)
+    chosen[permutation(0, "reference", 0, images)[:_NEIGHBOURS_FROM]] = True
+    return chosen
 
 
 def protocol_of(features: str, num_samples: int, num_images: int, how_sampled: str) -> str:
@@ -113,14 +121,17 @@ def _of_all(part: Reference, world: World) -> Reference:
     return Reference(functools.reduce(Moments.__add__, parts), features)
 
 
-def _collect(batches: Iterable[Tensor]) -> Reference:
+def _collect(batches: Iterable[Tensor], chosen: Tensor | None = None) -> Reference:
+    """Moments of all, and the features of the `chosen` ones, or of the first."""
     moments, kept, count = None, [], 0
     for features in batches:
         part = Moments.of(features)
         moments = part if moments is None else moments + part
-        if count < _NEIGHBOURS_FROM:
+        if chosen is not None:
+            kept.append(features[chosen[count : count + len(features)].to(features.device)])
+        elif count < _NEIGHBOURS_FROM:
             kept.append(features[: _NEIGHBOURS_FROM - count])
-            count += len(features)
+        count += len(features)
     if moments is None:
         raise ValueError("there are no images to compare.")
     return Reference(moments, torch.cat(kept))

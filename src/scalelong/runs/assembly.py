@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from scalelong.backbones.build import build
 from scalelong.config import LatentConfig, RunConfig
 from scalelong.data.contexts import info_of
-from scalelong.data.loader import RESIDENT_BYTES, Loader, latent_space
+from scalelong.data.loader import Loader, latent_space
 from scalelong.data.store import Store
 from scalelong.diffusion.process import Process, process_named
 from scalelong.presets import model_preset
 
 
-def loader_for(config: RunConfig, store: Store, device: str, *, resident_bytes: int = RESIDENT_BYTES) -> Loader:
+def loader_for(config: RunConfig, store: Store, device: str, *, resident_bytes: int | None = None) -> Loader:
     """The run's stream of images, with labels or contexts where it is conditional."""
     condition, dropout = config.data.condition, config.data.label_dropout
     return Loader(
@@ -105,10 +107,16 @@ def build_model(config: RunConfig, device: str = "cpu") -> nn.Module:
         except TypeError as error:
             raise ValueError(f"model.changes does not suit {config.model.preset} ({error}).") from error
     if config.train.checkpoint_activations:
-        model.enable_gradient_checkpointing()  # type: ignore[operator]
+        model.enable_gradient_checkpointing(_checkpointing(model))  # type: ignore[operator]
     if device.startswith("cuda") and model_preset(config.model.preset).backbone != "uvit":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # convolutions' own order
     return model.to(device)
+
+
+def _checkpointing(model: nn.Module) -> Any:
+    """torch's own. To keep the generator's state is for dropout alone, and not for a captured graph without it."""
+    random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    return partial(checkpoint, use_reentrant=False, preserve_rng_state=random)
 
 
 def num_classes(config: RunConfig) -> int | None:

@@ -66,7 +66,12 @@ class Checkpoint:
 
     def keys(self, name: str) -> set[str]:
         """The names of a group's tensors."""
-        return set(parts.empty_wholes(self.folder / name) if self._in_parts(name) else self.tensors(name))
+        from safetensors import safe_open
+
+        if self._in_parts(name):
+            return set(parts.empty_wholes(self.folder / name))
+        with safe_open(self.folder / f"{name}.safetensors", framework="pt") as file:
+            return set(file.keys())
 
     def _in_parts(self, name: str) -> bool:
         return (self.folder / name).is_dir()
@@ -81,7 +86,7 @@ def save(
     world: World | None = None,
     sharded: bool = False,
 ) -> Path:
-    """Write `root/step-N`, N from the state, and prune all but the newest `keep`. Whole or not at all.
+    """Write `root/step-N`, N from the state, and of it and the older ones keep `keep`. Whole or not at all.
 
     All processes call it. The first one writes, or all do where the tensors are `sharded`; they leave together.
     """
@@ -106,7 +111,8 @@ def save(
             shutil.rmtree(work, ignore_errors=True)
         raise
     if world.is_first:
-        for old in _folders(root)[:-keep]:
+        # A later one is not whole, or this run would have gone on from it: it takes nobody's place.
+        for old in [folder for folder in _folders(root) if folder <= final][:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     world.wait()
     return final

@@ -45,8 +45,12 @@ class PowerEMA(EMA):
         return f"ema-power-{self.rate}"
 
     def weight(self, step: Tensor, keep: Tensor) -> Tensor:
-        """1 - β, for update number `step` counted from 0; the first one replaces the initial weights."""
-        return keep * (1 - (step / (step + 1)) ** (self.gamma + 1))
+        """1 - β, for update number `step` counted from 0; the first one replaces the initial weights.
+
+        Late in training β is so near 1 that float32 would lose a percent of the difference.
+        """
+        beta_less_one = torch.expm1((self.gamma + 1) * torch.log1p(-1 / (step.double() + 1)))
+        return keep * -beta_less_one.to(keep.dtype)
 
 
 @dataclass(frozen=True)

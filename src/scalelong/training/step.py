@@ -20,6 +20,7 @@ from scalelong.config import TrainConfig, resolved_for
 from scalelong.data.loader import Loader
 from scalelong.data.random import Stream
 from scalelong.diffusion.process import Example, Process
+from scalelong.kernels.graphs import captured, warm_up
 from scalelong.skips.apply import scaling_of
 from scalelong.training.ema import EMA, move_averages
 from scalelong.training.guard import NOT_AGAIN, NonFiniteError, find_culprit
@@ -78,6 +79,7 @@ class Stepper:
         # What the step reads and writes on the device.
         self.step = torch.zeros((), dtype=torch.int64, device=device)
         self.pixels, self.condition = loader.buffers(self.size)
+        self.places = self.world.rank * self.size + torch.arange(self.size, device=device)  # in a step's images
         self.loss = torch.zeros((), device=device)
         self.norm = torch.zeros((), device=device)
         self.bad_step = torch.full((), _NEVER, dtype=torch.int64, device=device)
@@ -115,8 +117,14 @@ class Stepper:
             return torch.stack([self._loss(piece, self.model) for piece in range(self.config.accumulate)]).mean()
 
         what = "loss" if self.bad_loss.item() else "gradient"
+        self._let_go()
         with self._unsynchronised():
-            culprit = find_culprit(self.model, again, lambda bad: self.world.any(bad, self.loader.device))
+            try:
+                culprit = find_culprit(self.model, again, lambda bad: self.world.any(bad, self.loader.device))
+            except torch.OutOfMemoryError as error:  # what was found must be told, and the good weights saved
+                if self.world.size > 1:
+                    raise
+                culprit = f"the step could not be run again to name its module ({str(error).splitlines()[0]})"
         found = torch.tensor([culprit != NOT_AGAIN], dtype=torch.int64, device=self.loader.device)
         ranks = [rank for rank, there in enumerate(self.world.gather(found)) if there]
         if culprit == NOT_AGAIN and ranks:  # another process had the images that did it
@@ -145,28 +153,32 @@ class Stepper:
         if self.config.execution != "captured":
             self._body(observed)
             return
-        if observed not in self.graphs:
-            self.graphs[observed] = self._capture(observed)
+        if not self.graphs:
+            self._capture()
             self._seed_dropout(int(self.step.item()))  # the trial runs have drawn from it
         self.graphs[observed].replay()
 
-    def _capture(self, observed: bool) -> torch.cuda.CUDAGraph:
-        """Record the step. It runs twice before, to compile and allocate, as a bad step that changes nothing."""
+    def _capture(self) -> None:
+        """Record the step, plain and observed, at once: a trial run beside a graph would need its memory again.
+
+        Trial runs, which compile and allocate, are bad steps that change nothing.
+        """
         before = self.bad_step.clone()
         self.bad_step.fill_(0)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self._body(observed)
-        torch.cuda.current_stream().wait_stream(side)
+        bodies = {observed: partial(self._body, observed) for observed in (False, True)}
+        warm_up(bodies.values())
         self.optimiser.zero_grad(set_to_none=True)
-        graph = torch.cuda.CUDAGraph()
-        pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-        with torch.cuda.graph(graph, pool=pool):
-            self._body(observed)
+        pool = torch.cuda.graph_pool_handle()
+        for observed, body in bodies.items():
+            self.graphs[observed], _ = captured(body, pool)
         self.bad_step.copy_(before)
-        return graph
+
+    def _let_go(self) -> None:
+        """Free what graphs and gradients hold: to look for a bad module takes a step's memory once more."""
+        self.graphs.clear()
+        self.optimiser.zero_grad(set_to_none=True)
+        if self.loader.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _body(self, observed: bool) -> None:
         """The update, in operations on the device alone."""
@@ -223,9 +235,7 @@ class Stepper:
         size = self.size // self.config.accumulate
         part = slice(piece * size, (piece + 1) * size)
         condition = None if self.condition is None else self.condition[part]
-        example, timesteps, condition = self._draw(
-            self.pixels[part], condition, self.step, self.world.rank * self.size + piece * size
-        )
+        example, timesteps, condition = self._draw(self.pixels[part], condition, self.step, self.places[part])
         given: dict[str, Any] = {} if condition is None else {self.loader.argument: condition}
         with self._autocast():
             prediction = forward(example.inputs, timesteps, return_dict=False, **given)[0].float()
@@ -234,10 +244,13 @@ class Stepper:
         return (example.weights * (prediction - example.target).square().mean(dim=(1, 2, 3))).mean()
 
     def _draw_batch(
-        self, pixels: Tensor, condition: Tensor | None, step: Tensor, first: int
+        self, pixels: Tensor, condition: Tensor | None, step: Tensor, places: Tensor
     ) -> tuple[Example, Tensor, Tensor | None]:
-        """Pixels to (input, target and weights; timesteps; classes or contexts): what is random about a batch."""
-        indices = step * self.config.batch_size + first + torch.arange(len(pixels), device=pixels.device)
+        """Pixels to (input, target and weights; timesteps; classes or contexts): what is random about a batch.
+
+        Each image's place among the step's is a tensor: for a number, every piece would be compiled by itself.
+        """
+        indices = step * self.config.batch_size + places
         batch = self.loader.finish(pixels, condition, indices)
         noise = self.noise.normal(indices, tuple(batch.images.shape[1:]))
         timesteps = self.process.timesteps(self.times.uniform(indices))
