@@ -166,7 +166,7 @@ def test_a_run_in_bf16_logs_its_loss_in_bf16_and_says_so(tmp_path):
     ]
     assert [judge.about.endswith(", bf16") for judge in judges] == [False, True]
     model = experiment.build_model(experiment.fitted_to(settings(), store))
-    whole, half = (judge.figures_of(model)["loss"] for judge in judges)
+    whole, half = (judge.figures_of(model, iter)["loss"] for judge in judges)
     assert half == pytest.approx(whole, rel=1e-2)
     assert half != whole
 

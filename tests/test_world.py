@@ -164,6 +164,44 @@ experiment.train(config, open_store({str(data)!r}), Path({str(tmp_path / "run")!
 
 
 @pytest.mark.slow
+def test_a_process_that_dies_while_the_first_judges_ends_that_too(data, tmp_path):
+    """The launcher asks the first to stop, and would kill it half a minute later."""
+    code = f"""
+import os, signal, threading, time
+from pathlib import Path
+from scalelong import experiment
+from scalelong.config import with_overrides
+from scalelong.data.store import open_store
+from scalelong.presets import run_preset
+from tests.test_world import SETTINGS
+begun, given_up = Path({str(tmp_path / "begun")!r}), Path({str(tmp_path / "given up")!r})
+def figures_of(model, walk):
+    begun.touch()
+    try:
+        for _ in walk(range(100_000)):
+            time.sleep(0.02)
+    finally:
+        given_up.touch()
+def die():
+    while not begun.exists():
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGKILL)
+if os.environ["RANK"] == "1":
+    threading.Thread(target=die, daemon=True).start()
+config = with_overrides(run_preset("digits"), [*SETTINGS, "train.steps=10"])
+judges = [experiment.Judge("quality", figures_of, every=2)]
+experiment.train(config, open_store({str(data)!r}), Path({str(tmp_path / "run")!r}), device="cpu", judges=judges)
+"""
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
+    assert run.returncode != 0
+    assert (tmp_path / "given up").exists()
+
+
+@pytest.mark.slow
 def test_a_nan_of_one_process_stops_all_and_is_named_there(data, tmp_path):
     code = f"""
 import os

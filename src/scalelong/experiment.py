@@ -8,6 +8,7 @@ store ─▶ loader ─▶ noise process ─▶ backbone ⟵ skips (the method)
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from scalelong.data.contexts import kept_text
 from scalelong.data.prepare import digits_folder, open_data
 from scalelong.data.store import Store
 from scalelong.runs.assembly import build_model, fitted_to, loader_for, num_classes, process_of
+from scalelong.runs.claim import claimed
 from scalelong.runs.drawing import (
     autoencoder_of,
     check_drawing,
@@ -32,7 +34,7 @@ from scalelong.runs.drawing import (
     with_autoencoder,
     write_grid,
 )
-from scalelong.runs.events import Judge, events_of
+from scalelong.runs.events import Judge, Walk, events_of
 from scalelong.runs.folder import LoadedRun, check_folder, last_step, load_run, open_run, read_config
 from scalelong.training.fit import Fit, Progress
 from scalelong.training.log import NoLog, RunLog
@@ -45,6 +47,7 @@ from scalelong.world import World, default_device, joined, local_device, usable_
 __all__ = [
     "Judge",
     "LoadedRun",
+    "Walk",
     "autoencoder_of",
     "build_model",
     "check_drawing",
@@ -120,14 +123,15 @@ def _train(
     model = build_model(config, "cpu" if is_sharded(config.train, world) else device)
     loader = loader_for(config, store, device)
     fit = Fit(config, Stepper(model, process_of(config), loader, config.train, world), out)
-    if world.is_first:
-        open_run(config, out, text)  # last: settings that cannot be leave no folder behind
-    world.wait()
-    resumed_at = fit.resume()
-    if len({int(step) for step in world.gather(torch.tensor([resumed_at], device=device))}) > 1:
-        raise ValueError(f"the processes found different checkpoints in {out}; all must see the same folder.")
-    log = RunLog(out, resumed_at, logger, to_dict(config)) if world.is_first else NoLog()
-
-    events = events_of(config, fit, log, judges, text.context if text else None)
-    with log:
-        return fit.run(log, show=show, events=events)
+    # Last: settings that cannot be leave no folder behind.
+    with claimed(out) if world.is_first else contextlib.nullcontext():
+        if world.is_first:
+            open_run(config, out, text)
+        world.wait()
+        resumed_at = fit.resume()
+        if len({int(step) for step in world.gather(torch.tensor([resumed_at], device=device))}) > 1:
+            raise ValueError(f"the processes found different checkpoints in {out}; all must see the same folder.")
+        log = RunLog(out, resumed_at, logger, to_dict(config)) if world.is_first else NoLog()
+        events = events_of(config, fit, log, judges, text.context if text else None)
+        with log:
+            return fit.run(log, show=show, events=events)

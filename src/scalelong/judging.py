@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from scalelong import experiment
 from scalelong.config import RunConfig, resolved_for
 from scalelong.data.contexts import text_of
 from scalelong.data.store import Store
-from scalelong.experiment import Judge
+from scalelong.experiment import Judge, Walk
 from scalelong.held_out import HeldOut, check_like
 from scalelong.metrics.evaluate import batches, quality_of, reference_of, statistics_folder
 from scalelong.metrics.features import Features
@@ -38,11 +40,12 @@ def judge_quality(
     context = text_of(store).context() if config.data.condition == "text" else None
     networks: dict[nn.Module, nn.Module] = {}  # built once: averages are swapped into the same model
 
-    def figures_of(model: nn.Module) -> dict[str, float]:
+    def figures_of(model: nn.Module, walk: Walk) -> dict[str, float]:
         if model not in networks:
             networks[model] = experiment.for_sampling(model, num * steps)
+        how: dict[str, Any] = {"seed": SEED, "steps": steps, "context": context, "progress": walk}
         drawn = (
-            experiment.draw(config, networks[model], count, first=first, seed=SEED, steps=steps, context=context)
+            experiment.draw(config, networks[model], count, first=first, **how)
             for first, count in batches(num, 500)
         )
         found = quality_of(drawn, reference, features, "")
@@ -64,4 +67,8 @@ def judge_held_out(
     batch = max(1, min(250, share))  # as many as a step sees at once: no more memory than it takes
     asked = HeldOut(config, held_out, device=device, num=num, batch=batch, bf16=bf16)
     about = f"{asked.images} images of {held_out.checksum[:12]}{', bf16' if bf16 else ''}"
-    return Judge(HELD_OUT, lambda model: {"loss": asked.measure(model).loss}, every, about)
+
+    def figures_of(model: nn.Module, walk: Walk) -> dict[str, float]:
+        return {"loss": asked.measure(model, lambda starts, count: walk(starts)).loss}
+
+    return Judge(HELD_OUT, figures_of, every, about)

@@ -353,7 +353,7 @@ def test_a_run_that_is_done_lets_its_data_go(store, tmp_path, monkeypatch):
 def test_an_event_that_fails_costs_no_training_and_is_made_up_for(store, tmp_path):
     calls = []
 
-    def figures_of(model):
+    def figures_of(model, walk):
         calls.append(1)
         if len(calls) == 1:
             raise OSError("the disk is full")
@@ -416,3 +416,50 @@ def test_who_stops_a_run_does_not_wait_for_samples_and_gets_them_later(store, tm
     assert not samples.exists()
     assert experiment.train(settings, store, tmp_path / "run")
     assert sorted(file.name for file in samples.iterdir()) == ["step-000000004.png", "step-000000006.png"]
+
+
+def test_who_stops_a_run_while_it_is_judged_does_not_wait_for_the_judge(store, tmp_path, capsys):
+    seen = []
+
+    def figures_of(model, walk):
+        for i in walk(range(1000)):
+            seen.append(i)
+            if i == 3 and len(seen) == 4:
+                signal.raise_signal(signal.SIGTERM)
+        return {"fid": 1.0}
+
+    settings = config("train.steps=6", "train.ema_rates=0.9", "train.checkpoint_every=100")
+    judges = [experiment.Judge("quality", figures_of, every=4)]
+    stopped, straight = tmp_path / "stopped", tmp_path / "straight"
+    assert not experiment.train(settings, store, stopped, judges=judges)
+    assert seen == [0, 1, 2, 3]
+    assert "stopping after a checkpoint" in capsys.readouterr().err
+    assert checkpoint.load_latest(stopped / "checkpoints").step == 4
+    assert experiment.train(settings, store, stopped, judges=judges)
+    assert [row["step"] for row in read_metrics(stopped) if "quality" in row] == [4, 6]
+    experiment.train(settings, store, straight)
+    assert same(straight, stopped)  # the weights were the run's own again when they were saved
+
+
+def test_two_signals_at_once_are_one_request(store, tmp_path):
+    def stop(progress):
+        if progress.step == 2:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    assert not experiment.train(config("train.steps=6"), store, tmp_path / "run", show=stop)
+    assert checkpoint.load_latest(tmp_path / "run" / "checkpoints").step == 2
+
+
+def test_a_folder_belongs_to_one_training_at_a_time(store, tmp_path):
+    inside = []
+
+    def again(progress):
+        if progress.step == 2:
+            with pytest.raises(ValueError, match=r"another process is training in .*run; wait until it ends"):
+                experiment.train(config("train.steps=4"), store, tmp_path / "run")
+            inside.append(progress.step)
+
+    assert experiment.train(config("train.steps=4"), store, tmp_path / "run", show=again)
+    assert inside == [2]
+    assert experiment.train(config("train.steps=5"), store, tmp_path / "run")

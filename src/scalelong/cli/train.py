@@ -139,7 +139,7 @@ def _quality(
     return judge_quality(config, store, features_named(features, inception, device), num=num, every=every)
 
 
-def _never(model: Any) -> dict[str, float]:
+def _never(model: Any, walk: Any) -> dict[str, float]:
     raise AssertionError("asked to judge besides the first process")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,20 @@ from scalelong.training.log import NoLog, RunLog, read_metrics
 from scalelong.training.posthoc import SNAPSHOTS
 from scalelong.training.sharding import gather_into
 
+Walk = Callable[[Iterable[Any]], Iterable[Any]]
+
 
 @dataclass(frozen=True)
 class Judge:
     """What is found out about a run's averaged weights as it trains.
 
-    `figures_of` gets the model with each of the averages; its figures are logged in a group called `name`, those of
-    the settled average under their plain names as well. `every` is a number of steps; by default, whenever pictures
-    are drawn.
+    `figures_of` gets the model with each of the averages, and a function to walk over things with, which ends it
+    when the run is asked to stop. Its figures are logged in a group called `name`, those of the settled average
+    under their plain names as well. `every` is a number of steps; by default, whenever pictures are drawn.
     """
 
     name: str
-    figures_of: Callable[[nn.Module], dict[str, float]]
+    figures_of: Callable[[nn.Module, Walk], dict[str, float]]
     every: int | None = None
     about: str = ""  # what was asked, logged with the figures: asked otherwise, a run that is done is judged again
 
@@ -75,7 +77,8 @@ def events_of(
     def save_grid(step: int) -> None:
         with averaged(settled()) as model:
             if model is not None:
-                write_grid(draw(config, model, 16, seed=0, context=context), grid_of(step))
+                images = draw(config, model, 16, seed=0, context=context, progress=fit.points)
+                write_grid(images, grid_of(step))
 
     def keep_snapshot(step: int) -> None:
         tensors = {power.name: power.weights for power in fit.stepper.powers}
@@ -88,7 +91,7 @@ def events_of(
         found: dict[str, Any] = {"of": judge.about, "ema": settled().rate}
         for ema in fit.emas:
             with averaged(ema) as model:
-                figures = judge.figures_of(model) if model is not None else {}
+                figures = judge.figures_of(model, fit.points) if model is not None else {}
             found |= {f"{name} at {ema.rate}": value for name, value in figures.items()}
             found |= figures if ema is settled() else {}
         log.write(step, **{judge.name: found})

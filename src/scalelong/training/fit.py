@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from scalelong.training.signals import Oscillation, Signals
 from scalelong.training.step import Stepper
 
 CHECKPOINTS = "checkpoints"
+_ONE_PRESS_S = 0.5  # signals this near to each other are one request: a terminal and a launcher may both send it
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Fit:
         # Looking makes the host wait for a GPU; a CPU has nothing to wait for.
         self._look_every = 1 if stepper.loader.device.type == "cpu" else 10
         self.step = 0
+        self.interruption = _Interruption(speaks=self.world.is_first)
 
     def resume(self) -> int:
         """Load the newest whole checkpoint, if there is one; returns the step it was made at."""
@@ -100,7 +104,7 @@ class Fit:
         ended there still lacks is made up for first.
         """
         self.model.train()
-        with _Interruption() as interruption:
+        with self.interruption as interruption:
             if self.step:
                 self._make([event for event in events if self._due(event.interval)], only_lacking=True)
             since, started = self.step, time.perf_counter()
@@ -127,6 +131,9 @@ class Fit:
                 if stopping and not done:  # who asked to stop does not wait for samples: the next start makes them
                     return False
                 self._make(happens)
+                if happens and not done and self.world.any(interruption.asked, self.stepper.loader.device):
+                    self.save()
+                    return False
                 started += time.perf_counter() - paused  # a step's time is the step's alone
         return True
 
@@ -135,9 +142,20 @@ class Fit:
         for event in events:
             wanted = self.world.is_first and (not only_lacking or event.lacking(self.step))
             if self.world.any(wanted, self.stepper.loader.device):
-                event.make(self.step)
+                with contextlib.suppress(_Stop):
+                    event.make(self.step)
                 self.model.train()
             self.world.wait()
+
+    def points(self, things: Iterable[Any]) -> Iterator[Any]:
+        """The same things, for an event to walk over: at each it is given up where a stop was asked for.
+
+        Not where the processes lend each other parts of the weights: the others would wait for the next ones.
+        """
+        for thing in things:
+            if self.interruption.asked and not self.stepper.sharded:
+                raise _Stop
+            yield thing
 
     def _due(self, interval: int) -> bool:
         return self.step % interval == 0 or self.step == self.config.steps
@@ -180,12 +198,20 @@ class Fit:
         )
 
 
+class _Stop(Exception):  # noqa: N818 - a request, no error
+    """Ends an event that need not be finished."""
+
+
 class _Interruption:
     """Turns Ctrl-C and SIGTERM into a request that is looked at between steps; a second Ctrl-C acts at once."""
 
-    def __enter__(self) -> _Interruption:
+    def __init__(self, *, speaks: bool) -> None:
+        self.speaks = speaks
         self.asked = False
+        self.asked_at = 0.0
         self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Interruption:
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 self.before[number] = signal.signal(number, self._ask)
@@ -198,9 +224,12 @@ class _Interruption:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: Any) -> None:
-        if self.asked and number == signal.SIGINT:
+        if not self.asked:
+            self.asked, self.asked_at = True, time.monotonic()
+            if self.speaks:
+                print("stopping after a checkpoint; Ctrl-C again stops at once, without one.", file=sys.stderr)
+        elif number == signal.SIGINT and time.monotonic() - self.asked_at > _ONE_PRESS_S:
             raise KeyboardInterrupt
-        self.asked = True
 
 
 def _optimiser_tensors(stepper: Stepper) -> dict[str, Tensor]:

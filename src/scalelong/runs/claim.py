@@ -1,0 +1,39 @@
+"""A run's folder belongs to one training at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def claimed(out: Path) -> Iterator[None]:
+    """Make the folder and hold it. The lock is the system's, on the folder itself: whoever is killed lets it go."""
+    out.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        yield
+        return
+    folder = os.open(out, os.O_RDONLY)
+    try:
+        _lock(folder, out)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _lock(folder: int, out: Path) -> None:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(
+            f"another process is training in {out}; wait until it ends, stop it, or choose another --out."
+        ) from error
+    except OSError:  # a file system without locks
+        return
