@@ -30,6 +30,8 @@ SETS = {
     "healthy, last": faults.HEALTHY_LAST,
     "scan": faults.SCAN,
     "edge": faults.EDGE,
+    "recipe": faults.RECIPE,
+    "healthy, recipe": faults.HEALTHY_RECIPE,
 }
 
 

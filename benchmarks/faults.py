@@ -3,7 +3,8 @@
 Diffusers' DDPM noise, a U-ViT or a UNet, a plain PyTorch loop. A fault is a function of the run and of the steps
 since its onset. `TUNED` were looked at while the alarm was made; `HELD_OUT` and `HEALTHY_HELD_OUT` were written
 down before the alarm had a threshold, and first run when it was finished. `SCAN` looks for a learning rate × 30
-that takes its time, `EDGE` between the rates that do no harm and those that end a run at once. `HEALTHY_NEW` was
+that takes its time, `EDGE` between the rates that do no harm and those that end a run at once, `RECIPE` with the
+optimiser of U-ViT's recipe, whose memory is ten times longer (`HEALTHY_RECIPE` without a fault). `HEALTHY_NEW` was
 written after a healthy run that was held out had rung, and `HEALTHY_LAST` after one of `HEALTHY_NEW` had; each was
 then run once.
 """
@@ -15,6 +16,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -27,11 +29,10 @@ import scalelong
 ONSET = 200
 
 
-def uvit(width: int = 32, depth: int = 6) -> nn.Module:
+def uvit(width: int = 32, depth: int = 6, **changes: Any) -> nn.Module:
     """A small U-ViT for 8×8 digits."""
-    return scalelong.UViT(
-        sample_size=8, patch_size=2, in_channels=1, hidden_size=width, num_layers=depth, num_attention_heads=4
-    )
+    sizes = {"sample_size": 8, "patch_size": 2, "in_channels": 1, "num_attention_heads": 4}
+    return scalelong.UViT(hidden_size=width, num_layers=depth, **sizes, **changes)
 
 
 def unet(width: int = 16) -> nn.Module:
@@ -89,6 +90,7 @@ class Training:
         self.model.train()
         kinds: dict[str, Any] = {
             "adamw": lambda p: torch.optim.AdamW(p, lr=run.lr, betas=(0.9, 0.99), weight_decay=0.03),
+            "recipe": lambda p: torch.optim.AdamW(p, lr=run.lr, betas=(0.99, 0.999), weight_decay=0.03),
             "adam": lambda p: torch.optim.Adam(p, lr=run.lr),
             "sgd": lambda p: torch.optim.SGD(p, lr=run.lr, momentum=0.9),
         }
@@ -412,6 +414,35 @@ EDGE = [
         fault=lr_times_30,
     )
     for lr, seed in ((2e-3 * 1.07 ** (i // 3), 620 + i) for i in range(24))
+]
+
+RECIPE = [
+    Run(
+        f"lr × 30 of {lr:.1e}, U-ViT depth {depth}, β 0.99 0.999, seed {seed}",
+        make=partial(uvit, 48, depth, identity_final_conv=True),
+        optimiser="recipe",
+        lr=lr,
+        steps=400,
+        seed=seed,
+        fault=lr_times_30,
+    )
+    for depth, lr, seed in product((12, 16), (8e-4, 1.1e-3, 1.5e-3, 2e-3), (700, 701, 702))
+]
+
+HEALTHY_RECIPE = [
+    Run(
+        f"U-ViT depth {depth}, {scaling}, lr {lr:.0e}, β 0.99 0.999",
+        make=partial(uvit, 48, depth, identity_final_conv=True),
+        scaling=scaling,
+        optimiser="recipe",
+        lr=lr,
+        warmup=100,
+        steps=500,
+        seed=800 + i,
+    )
+    for i, (depth, lr, scaling) in enumerate(
+        product((12, 16), (2e-4, 5e-4), ("none", "1/sqrt2", "cs:0.7", "ls", "skip-norm"))
+    )
 ]
 
 

@@ -16,6 +16,7 @@ from benchmarks import (
     expectations,
     faults,
     fid,
+    kernels,
     measure,
     monitor,
     profile,
@@ -114,6 +115,24 @@ def test_where_a_step_goes(tmp_path):
     assert found["accounted"] == pytest.approx(in_kernels / found["step_ms"], abs=1e-3)
     # An operator's time is its own alone: counted with what it calls, it would be there several times.
     assert 0.2 < found["accounted"] < 2
+
+
+def test_attention_in_several_ways(tmp_path):
+    out = run(
+        kernels, "--batch", "1", "--tokens", "65", "--heads", "2", "--dim", "32", "--rounds", "1",
+        "--out", str(tmp_path),
+    )  # fmt: skip
+    assert "torch, cuDNN: left out" in out  # needs a GPU
+    rows = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert "torch, plain" in [row["name"] for row in rows]
+    assert all(row["forward_ms"] > 0 for row in rows)
+
+
+def test_an_attention_that_is_wrong_takes_no_part(tmp_path, monkeypatch):
+    wrong = kernels.Contender("wrong", lambda qkv: 2 * qkv[..., :64], {}, {})
+    monkeypatch.setattr(kernels, "contenders", lambda heads, on_gpu: [wrong])
+    out = run(kernels, "--batch", "1", "--tokens", "9", "--heads", "2", "--dim", "32", "--out", str(tmp_path))
+    assert "wrong: left out (wrong by" in out
 
 
 def test_kernels_are_told_apart_by_their_names():

@@ -101,6 +101,50 @@ def test_the_kernels_in_tritons_interpreter():
     assert run.stdout == "agree\n", run.stderr
 
 
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from scalelong.kernels import attention, attention_triton, gelu_triton
+
+def shared(kernel, tensors, sizes, num_warps=4):
+    signature = {**tensors, **dict.fromkeys(sizes, "constexpr")}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(tensors.values()) if kind[0] == "*"}
+    source = ASTSource(kernel, signature=signature, constexprs=sizes, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    assert made.asm["cubin"]
+    return made.metadata.shared
+
+def attention_shared(kernel, tensors, launch):
+    sizes = {"H": 8, "D": 64, "EXTRA": 1, "MAIN": 256, "BQ": launch["BQ"], "STAGES": launch["STAGES"]}
+    return shared(kernel, tensors, sizes, launch["num_warps"])
+
+half = "*bf16"
+forward = {"qkv": half, "out": half, "lse": "*fp32", "scale_log2": "fp32"}
+backward = {"qkv": half, "out": half, "grad": half, "lse": "*fp32", "dqkv": half, "scale": "fp32"}
+backward["scale_log2"] = "fp32"
+print(
+    attention_shared(attention_triton.attention_forward, forward, attention.FORWARD),
+    attention_shared(attention_triton.attention_backward, backward, attention.BACKWARD),
+    shared(
+        gelu_triton.bias_gelu_backward,
+        {"hidden": half, "bias": "*fp32", "grad": half, "d_hidden": half, "partial": "*fp32", "rows": "i32"},
+        {"COLUMNS": 2048, "BC": 64, "BR": 64, "REPEAT": 2},
+    ),
+)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed here")
+def test_the_kernels_compile_for_hopper_and_fit_it():
+    """Triton brings NVIDIA's assembler: no GPU is needed to see what it refuses."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert all(int(number) < 227 * 1024 for number in run.stdout.split())
+
+
 @GPU
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [65, 257, 258])

@@ -13,6 +13,9 @@ from scalelong.kernels.support import has_large_shared_memory, kernels_run_on
 _MAX_EXTRA = 2
 _MAIN = (64, 128, 256)
 _HEAD_DIMS = (32, 64)
+# How the kernels are launched: queries at once, stages of loading ahead, warps (`benchmarks.kernels` tries others).
+FORWARD = {"BQ": 64, "STAGES": 2, "num_warps": 4}
+BACKWARD = {"BQ": 32, "STAGES": 2, "num_warps": 8}
 
 
 def attention(qkv: Tensor, num_heads: int) -> Tensor:
@@ -46,8 +49,8 @@ def _attend(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     qkv = qkv.contiguous()
     out, lse = _attend_shapes(qkv, num_heads)
     attention_triton.attention_forward[(qkv.shape[0] * num_heads,)](
-        qkv, out, lse, _scale(qkv, num_heads) / math.log(2), **_sizes(qkv, num_heads), BQ=64, STAGES=2, num_warps=4
-    )  # fmt: skip
+        qkv, out, lse, _scale(qkv, num_heads) / math.log(2), **_sizes(qkv, num_heads), **FORWARD
+    )
     return out, lse
 
 
@@ -70,9 +73,8 @@ def _attend_backward(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, num_he
     scale = _scale(qkv, num_heads)
     d_qkv = torch.empty_like(qkv)
     attention_triton.attention_backward[(qkv.shape[0] * num_heads,)](
-        qkv, out, grad.contiguous(), lse, d_qkv, scale, scale / math.log(2),
-        **_sizes(qkv, num_heads), BQ=32, STAGES=2, num_warps=8,
-    )  # fmt: skip
+        qkv, out, grad.contiguous(), lse, d_qkv, scale, scale / math.log(2), **_sizes(qkv, num_heads), **BACKWARD
+    )
     return d_qkv
 
 

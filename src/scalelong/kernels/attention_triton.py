@@ -104,28 +104,9 @@ def attention_backward(
     lse_base = lse + head * N
     d = tl.arange(0, D)
     main = EXTRA + tl.arange(0, MAIN)
-    k = tl.load(k_base + main[:, None] * ROW + d[None, :])  # [MAIN, D]
-    v = tl.load(v_base + main[:, None] * ROW + d[None, :])
-    dk = tl.zeros([MAIN, D], tl.float32)
-    dv = tl.zeros([MAIN, D], tl.float32)
 
-    for i in tl.static_range(EXTRA):  # an extra token as a query
-        q_i = tl.load(q_base + i * ROW + d).to(tl.float32)
-        do_i = tl.load(do_base + i * H * D + d).to(tl.float32)
-        delta_i = tl.sum(do_i * tl.load(o_base + i * H * D + d), 0)
-        norm_i = tl.load(lse_base + i)
-        p_i = tl.exp2(tl.sum(k * q_i[None, :], 1) * scale_log2 - norm_i)  # [MAIN]
-        ds_i = p_i * (tl.sum(v * do_i[None, :], 1) - delta_i)
-        dv += p_i[:, None] * do_i[None, :]
-        dk += ds_i[:, None] * q_i[None, :]
-        dq_i = tl.sum(ds_i[:, None] * k, 0)
-        for e in tl.static_range(EXTRA):
-            k_i = tl.load(k_base + e * ROW + d).to(tl.float32)
-            p_ie = tl.exp2(tl.sum(k_i * q_i, 0) * scale_log2 - norm_i)
-            dq_i += p_ie * (tl.sum(do_i * tl.load(v_base + e * ROW + d), 0) - delta_i) * k_i
-        tl.store(dq_base + i * ROW + d, (dq_i * scale).to(k.dtype))
-
-    for e in tl.static_range(EXTRA):  # an extra token as a key
+    # An extra token as a key. It comes first: later the sums of all other keys fill the registers.
+    for e in tl.static_range(EXTRA):
         k_j = tl.load(k_base + e * ROW + d).to(tl.float32)
         v_j = tl.load(v_base + e * ROW + d).to(tl.float32)
         q_all = tl.load(q_base + main[:, None] * ROW + d[None, :]).to(tl.float32)
@@ -141,8 +122,28 @@ def attention_backward(
             p_ij = tl.exp2(tl.sum(k_j * q_i, 0) * scale_log2 - tl.load(lse_base + i))
             dk_j += p_ij * tl.sum(do_i * (v_j - tl.load(o_base + i * H * D + d)), 0) * q_i
             dv_j += p_ij * do_i
-        tl.store(dk_base + e * ROW + d, (dk_j * scale).to(k.dtype))
-        tl.store(dv_base + e * ROW + d, dv_j.to(k.dtype))
+        tl.store(dk_base + e * ROW + d, (dk_j * scale).to(qkv.dtype.element_ty))
+        tl.store(dv_base + e * ROW + d, dv_j.to(qkv.dtype.element_ty))
+
+    k = tl.load(k_base + main[:, None] * ROW + d[None, :])  # [MAIN, D]
+    v = tl.load(v_base + main[:, None] * ROW + d[None, :])
+    dk = tl.zeros([MAIN, D], tl.float32)
+    dv = tl.zeros([MAIN, D], tl.float32)
+    for i in tl.static_range(EXTRA):  # an extra token as a query
+        q_i = tl.load(q_base + i * ROW + d).to(tl.float32)
+        do_i = tl.load(do_base + i * H * D + d).to(tl.float32)
+        delta_i = tl.sum(do_i * tl.load(o_base + i * H * D + d), 0)
+        norm_i = tl.load(lse_base + i)
+        p_i = tl.exp2(tl.sum(k * q_i[None, :], 1) * scale_log2 - norm_i)  # [MAIN]
+        ds_i = p_i * (tl.sum(v * do_i[None, :], 1) - delta_i)
+        dv += p_i[:, None] * do_i[None, :]
+        dk += ds_i[:, None] * q_i[None, :]
+        dq_i = tl.sum(ds_i[:, None] * k, 0)
+        for e in tl.static_range(EXTRA):
+            k_i = tl.load(k_base + e * ROW + d).to(tl.float32)
+            p_ie = tl.exp2(tl.sum(k_i * q_i, 0) * scale_log2 - norm_i)
+            dq_i += p_ie * (tl.sum(do_i * tl.load(v_base + e * ROW + d), 0) - delta_i) * k_i
+        tl.store(dq_base + i * ROW + d, (dq_i * scale).to(k.dtype))
 
     for start in tl.range(EXTRA, N, BQ, num_stages=STAGES):
         rows = start + tl.arange(0, BQ)
