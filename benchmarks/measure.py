@@ -134,17 +134,23 @@ def _spread(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows for a terminal or a README."""
-    lines = [
-        "| what | scaling | batch | ms/step (spread) | images/s | TFLOP/s | of ceiling | GiB |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {r.name} | {r.scaling} | {r.batch} | {r.ms_per_step:.2f} ({_spread(r)}) | {r.images_per_s:,.0f} "
-        f"| {r.tflops:.3g} | {r.tflops / r.peak_tflops:.0%} | {r.memory_gib:.1f} |"
-        for r in rows
-    ]
-    return "\n".join(lines)
+    """The rows for a terminal."""
+    return "\n".join([heading(), *(cells(row) for row in rows)])
+
+
+def heading(*first: str) -> str:
+    """Of a table of rows, with columns of its own before them."""
+    names = [
+        *first, "what", "scaling", "batch", "ms/step (spread)", "images/s", "TFLOP/s", "of ceiling", "GiB"
+    ]  # fmt: skip
+    return f"| {' | '.join(names)} |\n{'|---' * len(names)}|"
+
+
+def cells(r: Row, *first: str) -> str:
+    """A row of it."""
+    numbers = [f"{r.ms_per_step:.2f} ({_spread(r)})", f"{r.images_per_s:,.0f}", f"{r.tflops:.3g}"]
+    shares = [f"{r.tflops / r.peak_tflops:.0%}", f"{r.memory_gib:.1f}"]
+    return f"| {' | '.join([*first, r.name, r.scaling, str(r.batch), *numbers, *shares])} |"
 
 
 def read(file: Path) -> list[Row]:

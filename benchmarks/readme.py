@@ -1,29 +1,42 @@
-"""Put the newest results into README.md, between its marks: `python -m benchmarks.readme`."""
+"""The README's table of speeds, from the newest result files: `python -m benchmarks.readme`."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.measure import RESULTS, read, table
+from benchmarks.measure import RESULTS, Row, cells, heading, read
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+_ORDER = ("cifar10-uvit", "cifar10-unet", "imagenet64", "")  # the first that a run's name begins with
 
 
 def newest() -> dict[str, Path]:
     """The newest file of each benchmark on a GPU; dates lead the names."""
     files = sorted(file for file in RESULTS.glob("*.json") if "CPU" not in read(file)[0].hardware)
-    return {re.sub(r"^\d{4}-\d{2}-\d{2}-", "", file.stem): file for file in files}
+    return {re.sub(r"^\d{4}-\d{2}-\d{2}-(throughput-)?", "", file.stem): file for file in files}
 
 
 def section() -> str:
-    """One table per benchmark, with its date and hardware."""
+    """One table for each hardware, a row for each contender, with the run that it took part in."""
+    rows = list(_rows())
     parts = []
-    for name, file in sorted(newest().items(), reverse=True):
-        rows = read(file)
-        parts.append(f"`{file.name}`: {name}, {rows[0].hardware}, torch {rows[0].torch}\n\n{table(rows)}")
+    for hardware, torch in sorted({(row.hardware, row.torch) for _, row in rows}):
+        lines = [
+            heading("run"),
+            *(cells(row, run) for run, row in rows if (row.hardware, row.torch) == (hardware, torch)),
+        ]
+        parts.append(f"{hardware}, torch {torch}:\n\n" + "\n".join(lines))
     return "\n\n".join(parts)
+
+
+def _rows() -> Iterator[tuple[str, Row]]:
+    place = lambda name: next(i for i, begin in enumerate(_ORDER) if name.startswith(begin))  # noqa: E731
+    for name, file in sorted(newest().items(), key=lambda item: (place(item[0]), item[0])):
+        for row in read(file):
+            yield name, row
 
 
 def updated(text: str) -> str:
