@@ -18,6 +18,7 @@ from scalelong.data.loader import Loader, latent_space
 from scalelong.data.store import Store
 from scalelong.diffusion.process import Process, process_named
 from scalelong.presets import model_preset
+from scalelong.training.step import has_dropout
 
 
 def loader_for(config: RunConfig, store: Store, device: str, *, resident_bytes: int | None = None) -> Loader:
@@ -115,8 +116,7 @@ def build_model(config: RunConfig, device: str = "cpu") -> nn.Module:
 
 def _checkpointing(model: nn.Module) -> Any:
     """torch's own. To keep the generator's state is for dropout alone, and not for a captured graph without it."""
-    random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
-    return partial(checkpoint, use_reentrant=False, preserve_rng_state=random)
+    return partial(checkpoint, use_reentrant=False, preserve_rng_state=has_dropout(model))
 
 
 def num_classes(config: RunConfig) -> int | None:

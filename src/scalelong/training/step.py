@@ -76,6 +76,7 @@ class Stepper:
         self._average = compiled(move_averages)
         self.noise, self.times, self.dropout = (Stream(config.seed, name) for name in ("noise", "times", "dropout"))
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self.drops = has_dropout(model)
         # What the step reads and writes on the device.
         self.step = torch.zeros((), dtype=torch.int64, device=device)
         self.pixels, self.condition = loader.buffers(self.size)
@@ -146,6 +147,8 @@ class Stepper:
         self._seed_dropout(step)
 
     def _seed_dropout(self, step: int) -> None:
+        if not self.drops:
+            return
         place = step * self.world.size + self.world.rank
         torch.manual_seed(int(self.dropout.bits(torch.tensor([place]), 1)) & (2**63 - 1))
 
@@ -266,6 +269,11 @@ class Stepper:
 def warmup(step: Tensor, warmup_steps: int) -> Tensor:
     """The learning rate's factor: linear over the first updates, then 1."""
     return torch.clamp((step + 1) / warmup_steps, max=1.0) if warmup_steps else torch.ones_like(step)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a step of this model draws random numbers of its own."""
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
