@@ -3,6 +3,8 @@
 Each function takes the PLAIN model, the gates' tensors from the scaled one's state dict, and a spec.
 """
 
+import copy
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -67,7 +69,7 @@ def forward(
     state: Mapping[str, Tensor],
     placement: str,
 ) -> Tensor:
-    run = {"uvit": uvit, "unet": unet, "hunyuan": hunyuan}[case.kind]
+    run = {"uvit": uvit, "unet": unet, "video": video, "hunyuan": hunyuan}[case.kind]
     return run(case, plain, inputs, spec, state, placement)
 
 
@@ -203,6 +205,45 @@ def _resnet(resnet: nn.Module, main: Tensor, skip: Tensor, temb: Tensor, c: Tens
         h = resnet.norm2(h + shift)
     h = resnet.conv2(F.silu(h))
     return (resnet.conv_shortcut(torch.cat([main, skip * c], 1)) + h) / resnet.output_scale_factor
+
+
+# diffusers' UNets of videos: the blocks that merge a skip, by hand, in the place of their own
+
+
+def video(
+    case: Case,
+    plain: nn.Module,
+    inputs: dict[str, Any],
+    spec: str,
+    gates: Mapping[str, Tensor],
+    placement: str,
+) -> Tensor:
+    model = copy.deepcopy(plain)
+    for index, (name, width) in enumerate(zip(case.merges, case.widths, strict=True)):
+        model.get_submodule(name).forward = functools.partial(
+            _merging, model.get_submodule(name), case, spec, gates, placement, index, width
+        )
+    return model(**inputs).sample
+
+
+def _merging(
+    resnet: nn.Module,
+    case: Case,
+    spec: str,
+    gates: Mapping[str, Tensor],
+    placement: str,
+    index: int,
+    width: int,
+    input_tensor: Tensor,
+    temb: Tensor,
+) -> Tensor:
+    main, skip = input_tensor.tensor_split([input_tensor.shape[1] - width], 1)
+    c = coefficient(case, spec, gates, index, skip)
+    return (
+        _resnet(resnet, main, skip * c, temb, 1.0)
+        if placement == "concat"
+        else _resnet(resnet, main, skip, temb, c)
+    )
 
 
 # HunyuanDiT: its blocks by hand

@@ -258,6 +258,7 @@ def test_coefficients_are_those_of_the_equations(case, placement, spec):
         assert torch.equal(torch.stack(got), torch.cat(want))
     else:
         widths = [case.tokens] * len(got) if case.tokens else case.widths
-        assert [tuple(c.shape) for c in got] == [(2, width) for width in widths]
+        images = 6 if case.kind == "video" else 2  # each frame has coefficients of its own
+        assert [tuple(c.shape) for c in got] == [(images, width) for width in widths]
         assert all(((c > 0) & (c < 1)).all() for c in got)
         assert not model.training

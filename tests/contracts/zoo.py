@@ -149,6 +149,52 @@ def _deepfloyd() -> nn.Module:
     )
 
 
+def _motion() -> nn.Module:
+    from diffusers import UNetMotionModel
+
+    return UNetMotionModel(
+        sample_size=8,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlockMotion", "DownBlockMotion"),
+        up_block_types=("UpBlockMotion", "CrossAttnUpBlockMotion"),
+        cross_attention_dim=24,
+        num_attention_heads=4,
+        motion_num_attention_heads=4,
+        norm_num_groups=16,
+    )
+
+
+def _unet3d() -> nn.Module:
+    from diffusers import UNet3DConditionModel
+
+    return UNet3DConditionModel(
+        sample_size=8,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
+        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
+        cross_attention_dim=24,
+        attention_head_dim=8,
+        norm_num_groups=16,
+    )
+
+
+def _i2vgen() -> nn.Module:
+    from diffusers import I2VGenXLUNet
+
+    return I2VGenXLUNet(
+        sample_size=8,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
+        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
+        cross_attention_dim=24,
+        attention_head_dim=8,
+        norm_num_groups=16,
+    )
+
+
 def _hunyuan() -> nn.Module:
     from diffusers import HunyuanDiT2DModel
 
@@ -189,6 +235,7 @@ def _hunyuan_inputs() -> dict[str, Any]:
 _TEXT = dict(
     sample=_randn(2, 4, 8, 8), timestep=torch.tensor([3, 700]), encoder_hidden_states=_randn(2, 7, 24, seed=2)
 )
+_VIDEO = {**_TEXT, "sample": _randn(2, 4, 3, 8, 8)}  # three frames
 _SD15_SKIPS = dict(
     merges=(
         "up_blocks.1.resnets.1",
@@ -236,6 +283,27 @@ CASES = {
             **_SD15_SKIPS,
         ),
         Case("deepfloyd", _deepfloyd, _TEXT, **_SD15_SKIPS),
+        Case(  # AnimateDiff's pipeline gives each frame its text
+            "motion",
+            _motion,
+            {**_VIDEO, "encoder_hidden_states": _randn(6, 7, 24, seed=2)},
+            **_SD15_SKIPS,
+            kind="video",
+        ),
+        Case("unet3d", _unet3d, _VIDEO, **_SD15_SKIPS, kind="video", supports_checkpointing=False),
+        Case(
+            "i2vgen",
+            _i2vgen,
+            {
+                **_VIDEO,
+                "fps": torch.tensor([8, 16]),
+                "image_latents": _randn(2, 4, 3, 8, 8, seed=7),
+                "image_embeddings": _randn(2, 24, seed=8),
+            },
+            **_SD15_SKIPS,
+            kind="video",
+            supports_checkpointing=False,
+        ),
         Case(
             "hunyuan",
             _hunyuan,
@@ -252,7 +320,7 @@ CASES = {
 # The same class with other blocks or settings. What depends on the arithmetic is tested on them with every
 # scaling; what depends on the class (removal, copies, saving, ...) with one of each kind, and with the
 # others in `make test-all`.
-VARIANTS = ("sd15-freeu", "sdxl", "deepfloyd")
+VARIANTS = ("sd15-freeu", "sdxl", "deepfloyd", "motion", "unet3d", "i2vgen")
 ONE_OF_EACH_KIND = ("none", "cs:0.7", "ls", "ls-per-skip", "scalar:0.6")
 EVERY_PLACE = [(case, placement) for case in CASES.values() for placement in case.placements]
 EVERYTHING = [  # behind a norm there is nothing left for skip-norm to do: it is refused

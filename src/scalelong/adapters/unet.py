@@ -1,4 +1,5 @@
-"""diffusers' `UNet2DModel` and `UNet2DConditionModel` (the DDPM, SD 1.5, SDXL and DeepFloyd layouts).
+"""diffusers' `UNet2DModel` and `UNet2DConditionModel` (the DDPM, SD 1.5, SDXL and DeepFloyd layouts), and the video
+nets `UNetMotionModel`, `UNet3DConditionModel` and `I2VGenXLUNet`, whose skips are those of their frames.
 
 The encoder keeps the output of its first convolution, of every ResNet block and of every downsampler; the
 decoder's ResNet blocks take them back in reverse order: cat → GroupNorm → SiLU → conv, beside a 1×1
@@ -23,6 +24,10 @@ _DOWN_BLOCKS = (
     "CrossAttnDownBlock2D",
     "ResnetDownsampleBlock2D",
     "SimpleCrossAttnDownBlock2D",
+    "DownBlockMotion",
+    "CrossAttnDownBlockMotion",
+    "DownBlock3D",
+    "CrossAttnDownBlock3D",
 )
 _UP_BLOCKS = (
     "UpBlock2D",
@@ -30,12 +35,16 @@ _UP_BLOCKS = (
     "CrossAttnUpBlock2D",
     "ResnetUpsampleBlock2D",
     "SimpleCrossAttnUpBlock2D",
+    "UpBlockMotion",
+    "CrossAttnUpBlockMotion",
+    "UpBlock3D",
+    "CrossAttnUpBlock3D",
 )
 _SKIPS_ARGUMENT = "res_hidden_states_tuple"  # the second argument of every up block, innermost skip last
 
 
 class UNetAdapter(Adapter):
-    """Finds and scales the skips of diffusers' two-dimensional UNets."""
+    """Finds and scales the skips of diffusers' UNets; those of videos have [B·F, C, H, W]."""
 
     def find(self, model: Any) -> list[LongSkip]:
         """Pair the encoder's outputs with the decoder's ResNet blocks, and check that their widths agree."""

@@ -22,6 +22,9 @@ from scalelong.skips.spec import Scaling
 _ADAPTERS = {
     "UNet2DModel": ("scalelong.adapters.unet", "UNetAdapter"),
     "UNet2DConditionModel": ("scalelong.adapters.unet", "UNetAdapter"),
+    "UNetMotionModel": ("scalelong.adapters.unet", "UNetAdapter"),
+    "UNet3DConditionModel": ("scalelong.adapters.unet", "UNetAdapter"),
+    "I2VGenXLUNet": ("scalelong.adapters.unet", "UNetAdapter"),
     "HunyuanDiT2DModel": ("scalelong.adapters.hunyuan_dit", "HunyuanDiTAdapter"),
     "UViT": ("scalelong.adapters.uvit", "UViTAdapter"),
 }
