@@ -21,6 +21,7 @@ from scalelong.data.contexts import kept_text
 from scalelong.data.prepare import digits_folder, open_data
 from scalelong.data.store import Store
 from scalelong.runs.assembly import build_model, fitted_to, loader_for, num_classes, process_of
+from scalelong.runs.data import data_of
 from scalelong.runs.drawing import (
     autoencoder_of,
     check_drawing,
@@ -49,6 +50,7 @@ __all__ = [
     "build_model",
     "check_drawing",
     "check_folder",
+    "data_of",
     "default_device",
     "digits_folder",
     "draw",
@@ -109,8 +111,9 @@ def _train(
     config = replace(config, train=resolved_for(config.train, device, world.size))
     check_drawing(config)
     text = kept_text(store) if config.data.condition == "text" else None
+    data = data_of(config, store)
     if world.is_first:
-        check_folder(config, out, text)
+        check_folder(config, out, text, data)
         autoencoder_of(config, device)  # found before the first step, not at the first preview
     if config.train.parallel == "fsdp" and world.size == 1:
         warnings.warn(
@@ -121,7 +124,7 @@ def _train(
     loader = loader_for(config, store, device)
     fit = Fit(config, Stepper(model, process_of(config), loader, config.train, world), out)
     if world.is_first:
-        open_run(config, out, text)  # last: settings that cannot be leave no folder behind
+        open_run(config, out, text, data)  # last: settings that cannot be leave no folder behind
     world.wait()
     resumed_at = fit.resume()
     if len({int(step) for step in world.gather(torch.tensor([resumed_at], device=device))}) > 1:

@@ -127,6 +127,15 @@ def test_train_refuses_another_run_in_the_folder(trained, data, monkeypatch, cap
     assert "holds another run" in error
 
 
+def test_train_refuses_other_data_in_the_folder(trained, data, monkeypatch, capsys):  # noqa: F811
+    args = ["train", "digits", "--scaling", "cs:0.7", "--set", "data.condition=class", *TINY, "--out", trained]
+    plan(*args, "--data", data / "store")
+    run("prepare", data / "pictures", "--size", 8, "--crop", "adm", "--out", "other")
+    code, error = fails(monkeypatch, capsys, *args, "--data", "other", "--dry-run")
+    assert code == 2
+    assert "other holds other data: image folder pictures (24 images), with another images.npy" in error
+
+
 def test_compare_tells_every_run():
     tiny = [x for s in ("model.changes.hidden_size=32", "train.steps=6") for x in ("--set", s)]
     which = ["--scalings", "none,ls-per-skip", "--seeds", "0,3", "--workers", 3]

@@ -169,6 +169,16 @@ def test_relative_paths_let_store_and_shards_move_together(tars, tmp_path):
     assert all(os.path.isabs(name) for name in far.manifest.shards)
 
 
+def test_a_checksum_tells_how_images_are_cut_and_not_where_they_lie(tars, tmp_path):
+    checksums = [
+        index(tars, tmp_path / f"{size}-{crop}", size=size, crop=crop).checksum
+        for size in (4, 8)
+        for crop in ("adm", "centre")
+    ]
+    assert len(set(checksums)) == 4
+    assert index(tars, tmp_path / "deep" / "er" / "store", size=4, crop="adm").checksum == checksums[0]
+
+
 @pytest.mark.parametrize(
     ("members", "says"),
     [

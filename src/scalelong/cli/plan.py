@@ -111,7 +111,9 @@ def _run_plan(config: RunConfig, store: Store, out: Path, device: str) -> tuple[
 
     config = experiment.fitted_to(config, store)
     config = replace(config, train=resolved_for(config.train, device))
-    experiment.check_folder(config, out)
+    # Data that a recipe was published with are planned for without being at hand.
+    data = experiment.data_of(config, store) if store.manifest.sha256 else None
+    experiment.check_folder(config, out, data=data)
     parameters = sum(p.numel() for p in experiment.build_model(config, "meta").parameters())
     # Weights, gradients and Adam's two moments, and each average, in float32; activations come on top.
     state_bytes = 4 * parameters * (4 + len(config.train.ema_rates))
