@@ -76,7 +76,7 @@ def test_a_run_goes_on_with_its_own_data_alone(run, store, tmp_path):  # noqa: F
     with pytest.raises(
         ValueError,
         match=r"was trained on scikit-learn digits \(1,797 images, in .*\), and .*inverted holds other data: "
-        r"changed digits \(1,797 images\), with another images\.npy. Give the run's own data, or choose another --out",
+        r"changed digits \(1,797 images\), with another images\.npy\. Give the run's own data, or choose",
     ):
         experiment.train(config("train.steps=8", "data.condition=class", "model.scaling=ls"), inverted, run)
     assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == before

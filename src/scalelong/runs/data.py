@@ -63,9 +63,9 @@ def check_same_data(kept: RunData, given: RunData, out: Path) -> None:
     if kept.sha256 == given.sha256:
         return
     names = sorted({name for name, _ in kept.sha256.items() ^ given.sha256.items()})
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    named = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
     raise ValueError(
         f"{out} was trained on {kept.source} ({kept.count:,} images, in {kept.folder}), and {given.folder} holds "
-        f"other data: {given.source} ({given.count:,} images), with another {', '.join(names[:_NAMED])}{more}. Give the "
-        "run's own data, or choose another --out."
+        f"other data: {given.source} ({given.count:,} images), with another {named}. Give the run's "
+        "own data, or choose another --out."
     )
