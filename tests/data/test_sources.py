@@ -154,8 +154,12 @@ def test_parquet_problems(tmp_path):
         open_source(str(tmp_path / "a.parquet"))
     assert len(all_items(tmp_path / "a.parquet", image_column="picture")) == 1
     write_parquet(tmp_path / "b.parquet", [{"image": png(picture()), "label": "cat"}])
-    with pytest.raises(SourceError, match="label column holds whole numbers from 0 up, got 'cat'"):
+    with pytest.raises(SourceError, match=r"b\.parquet, row 0: a label is a whole number .*, got 'cat'; mend"):
         open_source(str(tmp_path / "b.parquet"))
+    rows = [{"image": png(picture()), "label": label} for label in (0, 999_999_999)]
+    write_parquet(tmp_path / "c.parquet", rows)
+    with pytest.raises(SourceError, match=r"c\.parquet, row 1: .* from 0 to 999,999, got 999999999; mend"):
+        open_source(str(tmp_path / "c.parquet"))
 
 
 def test_captions_of_a_parquet_file(tmp_path):
@@ -191,6 +195,10 @@ def test_a_split_is_chosen_by_the_file_names_or_refused(tmp_path):
     assert len(all_items(tmp_path, split="val")) == 1
     with pytest.raises(SourceError, match="no parquet file of the split 'test'; it has train.parquet, validation"):
         open_source(str(tmp_path), split="test")
+    for name in "ab":
+        write_parquet(tmp_path / f"more-{name}.parquet", [{"image": png(picture())}])
+    with pytest.warns(UserWarning, match=r"^more-a\.parquet and 1 more name no split and are left out"):
+        assert len(all_items(tmp_path)) == 2
 
 
 def damaged(data: bytes, kind: str) -> bytes:

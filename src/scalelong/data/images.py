@@ -8,8 +8,9 @@ from __future__ import annotations
 import io
 import os
 import re
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 Image = np.ndarray[Any, np.dtype[np.uint8]]
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+MAX_CLASSES = 1_000_000  # each gets a name and an embedding: a label beyond is damage
 CELEBA_WIDTH, CELEBA_HEIGHT = 178, 218
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -95,6 +97,30 @@ def as_captions(found: Any) -> tuple[str, ...]:
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"captions are a text or a list of some, got {found!r}")
     return tuple(" ".join(text.split()) for text in texts)
+
+
+def as_label(found: Any) -> int:
+    """The number of a class."""
+    if not isinstance(found, int) or not 0 <= found < MAX_CLASSES:
+        raise ValueError(f"a label is a whole number from 0 to {MAX_CLASSES - 1:,}, got {found!r}")
+    return found
+
+
+def numbered_classes(labels: Sequence[int]) -> list[str] | None:
+    """The names of classes that have numbers alone, up to the largest; None without labels."""
+    return [str(i) for i in range(max(labels) + 1)] if labels else None
+
+
+def warn_of_left_out(files: Sequence[Path], split: str) -> None:
+    """Files whose names tell no split, beside some that do, belong to none: not without a word."""
+    if not files:
+        return
+    more = f" and {len(files) - 1} more name" if len(files) > 1 else " names"
+    warnings.warn(
+        f"{files[0].name}{more} no split and {'are' if len(files) > 1 else 'is'} left out, as other files of "
+        f"{files[0].parent} name one; put {split} into the name to have it in there.",
+        stacklevel=2,
+    )
 
 
 # Crops
