@@ -86,6 +86,50 @@ def test_grey_palette_and_alpha_become_rgb(tmp_path):
     assert [item.image.shape for item in all_items(tmp_path)] == [(10, 12, 3)] * 5
 
 
+@pytest.mark.parametrize(
+    ("name", "order"), [("a.png", "<u2"), ("a.tif", "<u2"), ("a.tif", ">u2"), ("a.ppm", "<u2")]
+)
+def test_16_bits_are_rounded_to_8(tmp_path, name, order):
+    values = np.array([[0, 128, 129, 32768, 65406, 65407, 65535]], order)
+    if name == "a.ppm":
+        (tmp_path / name).write_bytes(b"P5 7 1 65535\n" + values.astype(">u2").tobytes())
+    else:
+        Image.fromarray(values).save(tmp_path / name)
+    (item,) = all_items(tmp_path)
+    assert item.image[0].tolist() == [[round(v / 257)] * 3 for v in values[0].tolist()]
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_pixels_of_an_unknown_range_are_named(tmp_path, kind):
+    Image.fromarray(picture()[..., 0].astype(kind)).save(tmp_path / "a.tif")
+    (item,) = all_items(tmp_path)
+    assert item.image is None
+    assert "8 or 16 bits per channel, got Pillow's mode" in item.error
+
+
+def test_what_is_transparent_lies_on_white(tmp_path):
+    pixels = np.array([[[200, 0, 0, 0], [200, 0, 0, 51], [200, 0, 0, 255]]], np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    Image.fromarray(pixels[..., [0, 3]]).save(tmp_path / "b.png")
+    palette = Image.fromarray(np.array([[0, 1, 1]], np.uint8))
+    palette.putpalette([200, 0, 0, 0, 100, 0])
+    palette.save(tmp_path / "c.gif", transparency=0)
+    palette.save(tmp_path / "d.png", transparency=0)
+    found = [item.image[0].tolist() for item in all_items(tmp_path)]
+    assert found == [
+        [[255] * 3, [244, 204, 204], [200, 0, 0]],
+        [[255] * 3, [244] * 3, [200] * 3],
+        [[255] * 3, [0, 100, 0], [0, 100, 0]],
+        [[255] * 3, [0, 100, 0], [0, 100, 0]],
+    ]
+
+
+def test_of_several_frames_the_first_is_taken(tmp_path):
+    frames = [Image.new("RGB", (2, 2), colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    assert all_items(tmp_path)[0].image[0, 0].tolist() == [255, 0, 0]
+
+
 def test_a_broken_image_is_an_item_with_an_error(tmp_path):
     save(tmp_path / "a.png", picture())
     (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])

@@ -63,7 +63,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Bytes or a file to pixels: RGB, and with `size` a square of it, taken by the `crop` of that name."""
+    """Bytes or a file to pixels: its first frame in RGB, and with `size` a square of it, by the `crop` named so."""
 
     size: int | None = None
     crop: str = "centre"
@@ -77,7 +77,7 @@ class Decoder:
         from PIL import Image as Pillow
 
         with Pillow.open(io.BytesIO(data) if isinstance(data, bytes) else data) as file:
-            picture = file.convert("RGB")
+            picture = as_rgb(file)
             if self.size is not None:
                 picture = CROPS[self.crop](picture, self.size)
             return np.asarray(picture, dtype=np.uint8)
@@ -121,6 +121,36 @@ def warn_of_left_out(files: Sequence[Path], split: str) -> None:
         f"{files[0].parent} name one; put {split} into the name to have it in there.",
         stacklevel=2,
     )
+
+
+# Colours
+
+
+def as_rgb(picture: Picture) -> Picture:
+    """Eight bits per channel, on white where it is transparent.
+
+    Pillow's own conversion would clip 16 bits at 255, and show the colours that lie hidden under full transparency.
+    """
+    from PIL import Image as Pillow
+
+    if picture.mode == "F" or picture.mode.startswith("I"):
+        picture = _in_eight_bits(picture)
+    if picture.mode.endswith(("A", "a")) or "transparency" in picture.info:
+        white = Pillow.new("RGBA", picture.size, "white")
+        picture = Pillow.alpha_composite(white, picture.convert("RGBA"))
+    return picture.convert("RGB")
+
+
+def _in_eight_bits(picture: Picture) -> Picture:
+    """Grey of 0 … 65535 as grey of 0 … 255. Of PNG and PPM, Pillow may call it `I`, scaled to that range."""
+    from PIL import Image as Pillow
+
+    if not (picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format in ("PNG", "PPM"))):
+        raise ValueError(
+            f"an image has 8 or 16 bits per channel, got Pillow's mode {picture.mode}, of which the range is not "
+            "known; save it with 8 bits"
+        )
+    return Pillow.fromarray(((np.asarray(picture).astype(np.int64) + 128) // 257).astype(np.uint8))
 
 
 # Crops
