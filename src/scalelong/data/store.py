@@ -145,7 +145,7 @@ class Store:
             return manifest.sha256
         inside = {name: checksum for name, checksum in manifest.sha256.items() if name not in manifest.shards}
         shards = {f"shard {i}": manifest.sha256[name] for i, name in enumerate(manifest.shards)}
-        return {**inside, **shards, "crop": f"{manifest.crop} to {manifest.width}×{manifest.height}"}
+        return {**inside, **shards, "crop": f"{manifest.crop or 'none'}, {manifest.width}×{manifest.height}"}
 
     @property
     def checksum(self) -> str:
