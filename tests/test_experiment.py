@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,7 +7,10 @@ import torch
 from PIL import Image
 
 from scalelong import experiment
+from scalelong.config import resolved_for
 from scalelong.data import prepare
+from scalelong.data.images import Item, Source
+from scalelong.data.sources import digits
 from scalelong.training.log import read_metrics
 from tests.training.test_fit import config, store  # noqa: F401 - a fixture
 
@@ -44,6 +48,63 @@ def test_another_run_in_the_folder_is_refused_with_what_differs(run, store):  # 
         experiment.train(
             config("train.steps=6", "data.condition=class", "model.scaling=ls", "train.lr=0.1"), store, run
         )
+
+
+def by_class(store, run, *settings):  # noqa: F811
+    """Ask a folder for a run by class on this data; nothing is trained."""
+    fitted = experiment.fitted_to(config("train.steps=6", "data.condition=class", *settings), store)
+    fitted = replace(fitted, train=resolved_for(fitted.train, "cpu"))
+    experiment.check_folder(fitted, run, data=experiment.data_of(fitted, store))
+
+
+def changed(store, **arrays):  # noqa: F811
+    """The digits with other images or labels."""
+    images = arrays.get("images", store.images)
+    labels = arrays.get("labels", store.labels)
+    items = [
+        Item(str(i), np.asarray(image), int(label))
+        for i, (image, label) in enumerate(zip(images, labels, strict=True))
+    ]
+    return Source("changed digits", len(items), store.manifest.classes, lambda: iter(items))
+
+
+def test_a_run_goes_on_with_its_own_data_alone(run, store, tmp_path):  # noqa: F811
+    again = prepare.prepare(digits(), tmp_path / "again")
+    by_class(again, run, "model.scaling=ls")  # the same images, in another place
+    inverted = prepare.prepare(changed(store, images=255 - np.asarray(store.images)), tmp_path / "inverted")
+    before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+    with pytest.raises(
+        ValueError,
+        match=r"was trained on scikit-learn digits \(1,797 images, in .*\), and .*inverted holds other data: "
+        r"changed digits \(1,797 images\), with another images\.npy\. Give the run's own data, or choose",
+    ):
+        experiment.train(config("train.steps=8", "data.condition=class", "model.scaling=ls"), inverted, run)
+    assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == before
+
+
+def test_only_what_a_run_reads_of_its_data_has_to_stay(run, store, tmp_path):  # noqa: F811
+    turned = prepare.prepare(changed(store, labels=(store.labels + 1) % 10), tmp_path / "turned")
+    with pytest.raises(ValueError, match=r"with another labels\.npy"):
+        by_class(turned, run, "model.scaling=ls")
+    plain = config("train.steps=1")
+    unlabelled = experiment.fitted_to(plain, store)
+    assert experiment.data_of(unlabelled, store).sha256 == experiment.data_of(unlabelled, turned).sha256
+
+
+def test_a_run_from_before_its_data_was_kept_goes_on_and_keeps_it(store, tmp_path):  # noqa: F811
+    experiment.train(config("train.steps=1"), store, tmp_path / "run")
+    kept = (tmp_path / "run" / "data.json").read_text()
+    (tmp_path / "run" / "data.json").unlink()
+    experiment.train(config("train.steps=2"), store, tmp_path / "run")
+    assert (tmp_path / "run" / "data.json").read_text() == kept
+
+
+def test_a_note_of_the_data_that_cannot_be_read_is_named(run, store, tmp_path):  # noqa: F811
+    for name in ("config.json", "data.json"):
+        (tmp_path / name).write_text((run / name).read_text())
+    (tmp_path / "data.json").write_text("{")
+    with pytest.raises(ValueError, match=r"data\.json is not as train wrote it \(.*\); put it back"):
+        by_class(store, tmp_path, "model.scaling=ls")
 
 
 def test_a_folder_with_something_else_is_refused(store, tmp_path):  # noqa: F811

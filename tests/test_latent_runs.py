@@ -1,11 +1,14 @@
 """Runs on latents from pictures to a pipeline: trained, halted, resumed, drawn from, judged, exported."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
+import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,6 +86,21 @@ def test_the_network_has_the_latents_shape(store):
     assert fitted.latents.image_shape == (8, 8, 3)
     assert experiment.fitted_to(fitted, store) == fitted
     assert experiment.fitted_to(config(), store).latents is None  # the same store serves a run on pixels
+
+
+def test_edm_asks_for_latents_of_its_spread(store):
+    edm = config("data.space=latents", "process=edm")
+    with pytest.warns(
+        UserWarning, match=r"process=edm is made for a spread of 0\.5, .* have [\d.]+; .*--scale"
+    ) as told:
+        experiment.fitted_to(edm, store)
+    scale = float(re.search(r"--scale ([\d.e-]+)", str(told[0].message))[1])
+    space = replace(store.manifest.latents, scaling_factor=scale)
+    rescaled = replace(store, manifest=replace(store.manifest, latents=space))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        experiment.fitted_to(edm, rescaled)
+        experiment.fitted_to(config(*LATENT), store)  # `sd` has no such constant
 
 
 def test_a_run_resumes_exactly(store, tmp_path):

@@ -49,6 +49,13 @@ def test_imagenet_64_has_no_null_class():
         assert MODEL_PRESETS[name].config["num_class_embeds"] == 1000
 
 
+def test_what_the_paper_leaves_open_is_marked():
+    assert {name for name, preset in MODEL_PRESETS.items() if preset.our_reading} == {
+        "imagenet64-unet",
+        "coco-unet",
+    }
+
+
 def test_every_recipe_has_its_network():
     assert set(RUN_PRESETS) <= set(MODEL_PRESETS)
     for name, recipe in RUN_PRESETS.items():

@@ -12,7 +12,7 @@ from torch import nn
 from scalelong import experiment
 from scalelong.backbones.flops import forward_flops
 from scalelong.backbones.memory import step_bytes
-from scalelong.config import RunConfig
+from scalelong.config import RunConfig, TrainConfig
 from scalelong.presets import model_preset
 
 _CLIP_TOKENS = 77
@@ -66,10 +66,20 @@ def costs_of(config: RunConfig, processes: int = 1) -> Costs:
         weights=weights,
         gradients=weights,
         optimiser=2 * weights,  # Adam's moments
-        averages=weights * (len(train.ema_rates) + (2 if train.posthoc_every else 0)),
+        averages=weights * _num_averages(train),
         activations=max(plain - weights, 0),
         activations_checkpointed=max(checkpointed - weights, 0),
     )
+
+
+def state_bytes(parameters: int, train: TrainConfig) -> int:
+    """What stays from step to step: weights, gradients, Adam's moments and the averages."""
+    return _FLOAT32 * parameters * (4 + _num_averages(train))
+
+
+def _num_averages(train: TrainConfig) -> int:
+    """Copies of the weights: one per rate, and the two that post-hoc averages are made of."""
+    return len(train.ema_rates) + (2 if train.posthoc_every else 0)
 
 
 def _network(config: RunConfig, checkpointed: bool = False) -> nn.Module:

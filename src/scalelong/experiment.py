@@ -23,6 +23,7 @@ from scalelong.data.prepare import digits_folder, open_data
 from scalelong.data.store import Store
 from scalelong.runs.assembly import build_model, fitted_to, loader_for, num_classes, process_of
 from scalelong.runs.claim import claimed
+from scalelong.runs.data import data_of
 from scalelong.runs.drawing import (
     autoencoder_of,
     check_drawing,
@@ -52,6 +53,7 @@ __all__ = [
     "build_model",
     "check_drawing",
     "check_folder",
+    "data_of",
     "default_device",
     "digits_folder",
     "draw",
@@ -112,8 +114,9 @@ def _train(
     config = replace(config, train=resolved_for(config.train, device, world.size))
     check_drawing(config)
     text = kept_text(store) if config.data.condition == "text" else None
+    data = data_of(config, store)
     if world.is_first:
-        check_folder(config, out, text)
+        check_folder(config, out, text, data)
         autoencoder_of(config, device)  # found before the first step, not at the first preview
     if config.train.parallel == "fsdp" and world.size == 1:
         warnings.warn(
@@ -126,7 +129,7 @@ def _train(
     # Last: settings that cannot be leave no folder behind.
     with claimed(out) if world.is_first else contextlib.nullcontext():
         if world.is_first:
-            open_run(config, out, text)
+            open_run(config, out, text, data)
         world.wait()
         resumed_at = fit.resume()
         if len({int(step) for step in world.gather(torch.tensor([resumed_at], device=device))}) > 1:

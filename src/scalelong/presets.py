@@ -13,11 +13,12 @@ Backbone = Literal["uvit", "unet", "text-unet"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPreset:
-    """A network of a published size."""
+    """A network of a published size. `our_reading`: what is published of one whose config and recipe are not."""
 
     backbone: Backbone
     about: str
     config: Mapping[str, Any]
+    our_reading: str | None = None
 
 
 def _uvit(about: str, size: int, patch: int, dim: int, depth: int, heads: int, **more: Any) -> ModelPreset:
@@ -74,6 +75,7 @@ MODEL_PRESETS: dict[str, ModelPreset] = {
     "coco-unet": ModelPreset(
         backbone="text-unet",
         about="our reading of the UNet for COCO 256 latents, by text: of a size between the two U-ViTs",
+        our_reading="the paper gives 260 M, text encoder and autoencoder counted in, and neither config nor recipe",
         config={
             "sample_size": 32,
             "in_channels": 4,
@@ -106,6 +108,7 @@ MODEL_PRESETS: dict[str, ModelPreset] = {
     "imagenet64-unet": ModelPreset(
         backbone="unet",
         about="our reading of the 144 M UNet for ImageNet 64×64, by class (after IDDPM), attention at 16 and 8",
+        our_reading="the paper gives 144 M, and neither config nor recipe",
         config={
             **_DDPM_UNET,
             "sample_size": 64,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from scalelong import experiment
+from scalelong.backbones.memory import StepBytes
 from scalelong.cli.plan import preparation_plan
 from scalelong.data.images import Item, Source
 from scalelong.data.prepare import prepare
@@ -125,6 +126,54 @@ def test_train_refuses_another_run_in_the_folder(trained, data, monkeypatch, cap
     code, error = fails(monkeypatch, capsys, *args)
     assert code == 2
     assert "holds another run" in error
+
+
+def test_train_refuses_a_guidance_that_it_would_refuse(data, monkeypatch, capsys):  # noqa: F811
+    settings = ["data.condition=class", "data.label_dropout=0", "sampling.guidance=1.4"]
+    args = [x for setting in settings for x in ("--set", setting)]
+    for dry in (["--dry-run"], []):
+        code, error = fails(monkeypatch, capsys, "train", "digits", "--data", data / "store", *args, *TINY, *dry)
+        assert code == 2
+        assert "guidance needs a run that also learned to draw without a class" in error
+
+
+def test_the_state_counts_the_averages_of_post_hoc_widths(data):  # noqa: F811
+    args = ["train", "digits", "--data", data / "store", *TINY, "--set", "model.changes.hidden_size=512"]
+    told, _ = plan(*args, "--set", "train.posthoc_every=10")
+    parts = ("weights", "gradients", "optimiser", "averages")
+    assert told["costs"]["averages"] == 3 * told["costs"]["weights"]  # one rate, two profiles
+    assert told["state_gib"] == pytest.approx(sum(told["costs"][part] for part in parts) / 2**30, abs=1e-3)
+
+
+@pytest.mark.parametrize(("preset", "size"), [("imagenet64-unet", "144 M"), ("coco-unet", "260 M")])
+def test_a_network_that_is_our_reading_is_called_so(preset, size, monkeypatch):
+    monkeypatch.setattr("scalelong.costs.step_bytes", lambda *_: StepBytes(0, 0))  # tests/test_costs.py counts
+    monkeypatch.setattr("scalelong.costs.forward_flops", lambda *_: 0)
+    told, text = plan("train", preset, "--set", "model.changes.layers_per_block=1")
+    assert told["our_reading"].startswith(f"the paper gives {size}")
+    assert f"{preset} is our reading: the paper gives {size}" in text
+
+
+def test_compare_calls_our_reading_so_too(data):  # noqa: F811
+    args = ["compare", "imagenet64-unet", "--data", data / "store", "--scalings", "none", "--seeds", "0"]
+    told, text = plan(*args, "--set", "model.changes.layers_per_block=1")
+    assert told["runs"][0]["our_reading"].startswith("the paper gives 144 M")
+    assert "imagenet64-unet is our reading: the paper gives 144 M" in text
+
+
+def test_a_published_network_is_not_called_our_reading(data):  # noqa: F811
+    told, text = plan("train", "digits", "--data", data / "store", *TINY)
+    assert told["our_reading"] is None
+    assert "our reading" not in text
+
+
+def test_train_refuses_other_data_in_the_folder(trained, data, monkeypatch, capsys):  # noqa: F811
+    args = ["train", "digits", "--scaling", "cs:0.7", "--set", "data.condition=class", *TINY, "--out", trained]
+    plan(*args, "--data", data / "store")
+    run("prepare", data / "pictures", "--size", 8, "--crop", "adm", "--out", "other")
+    code, error = fails(monkeypatch, capsys, *args, "--data", "other", "--dry-run")
+    assert code == 2
+    assert "other holds other data: image folder pictures (24 images), with another images.npy" in error
 
 
 def test_compare_tells_every_run():

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from diffusers import AutoencoderKL, AutoencoderTiny, UNet2DModel, VQModel
 from safetensors.torch import load_file, save_file
 
 from scalelong.data.images import Item, Source
-from scalelong.data.latents import AutoencoderError, as_float16, load_autoencoder
+from scalelong.data.latents import AutoencoderError, as_float16, load_autoencoder, spread_of
 from scalelong.data.loader import Loader
 from scalelong.data.prepare import prepare
 from scalelong.data.store import StoreError, open_store
@@ -128,6 +129,13 @@ def test_draws_from_an_image_have_its_mean_and_deviation(vae, tmp_path):
     error = deviation * 2 / 4000**0.5
     assert ((drawn.mean(0) - (mean - 0.25) * 2).abs() < 5 * error).all()
     torch.testing.assert_close(drawn.std(0), deviation * 2, rtol=0.06, atol=0)
+
+
+def test_the_spread_is_that_of_the_stream(store):
+    drawn = torch.cat([Loader(store, seed=seed, latents=True).batch(0, 6).images for seed in range(100)])
+    assert spread_of(store.latents, store.manifest.latents) == pytest.approx(drawn.std().item(), rel=0.02)
+    means = replace(store.manifest.latents, channels=8)  # as if nothing were random
+    assert spread_of(store.latents, means) == pytest.approx(0.5 * store.latents[:, 0].astype(float).std(), rel=1e-4)
 
 
 def test_decoding_undoes_the_scale_and_clips(vae):

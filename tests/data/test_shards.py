@@ -4,6 +4,7 @@ import io
 import json
 import os
 import tarfile
+import warnings
 
 import numpy as np
 import pytest
@@ -159,6 +160,17 @@ def test_splits_are_told_by_the_names(tars, tmp_path):
     assert open_source(f"shards:{tmp_path / 'plain'}", split="test").count == 18
 
 
+def test_tars_that_name_no_split_beside_some_that_do_are_told(tmp_path):
+    for number, prefix in enumerate(("train-0", "extra-0", "val-0")):
+        write_tar(tmp_path / f"{prefix}.tar", sample(number))
+    with pytest.warns(UserWarning, match=r"^extra-0\.tar names no split and is left out, .*put train into"):
+        assert open_source(f"shards:{tmp_path}").count == 1
+    (tmp_path / "extra-0.tar").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert open_source(f"shards:{tmp_path}").count == 1
+
+
 def test_relative_paths_let_store_and_shards_move_together(tars, tmp_path):
     index(tars, tmp_path / "store")
     (tmp_path / "elsewhere").mkdir()
@@ -169,12 +181,26 @@ def test_relative_paths_let_store_and_shards_move_together(tars, tmp_path):
     assert all(os.path.isabs(name) for name in far.manifest.shards)
 
 
+def test_a_checksum_tells_how_images_are_cut_and_not_where_they_lie(tars, tmp_path):
+    checksums = [
+        index(tars, tmp_path / f"{size}-{crop}", size=size, crop=crop).checksum
+        for size in (4, 8)
+        for crop in ("adm", "centre")
+    ]
+    assert len(set(checksums)) == 4
+    assert index(tars, tmp_path / "deep" / "er" / "store", size=4, crop="adm").checksum == checksums[0]
+
+
 @pytest.mark.parametrize(
     ("members", "says"),
     [
         ([("a.png", encoded(picture(0))), ("a.jpg", b"x")], r"a sample has one image, got \.png, \.jpg"),
         ([("a.cls", b"3")], r"a sample has one image, got \.cls"),
-        ([("a.png", encoded(picture(0))), ("a.cls", b"-3")], "a label is a whole number from 0 up, got -3"),
+        ([("a.png", encoded(picture(0))), ("a.png", encoded(picture(1)))], r"of each kind, got \.png twice"),
+        ([("a.png", encoded(picture(0))), ("a.cls", b"0"), ("a.CLS", b"1")], r"of each kind, got \.cls twice"),
+        ([("a.png", encoded(picture(0))), ("a.cls", b"-3")], "a label is a whole number from 0 to 999,999, got -3"),
+        ([("a.png", encoded(picture(0))), ("a.cls", b"999999999")], "from 0 to 999,999, got 999999999"),
+        ([("a.png", encoded(picture(0))), ("a.json", b'{"label": 1e6}')], "from 0 to 999,999, got 1000000.0"),
         ([("a.png", encoded(picture(0))), ("a.cls", b"cat")], "invalid literal"),
         ([("a.png", encoded(picture(0))), ("a.json", b"{")], "Expecting property name"),
         ([("a.png", encoded(picture(0))), ("a.json", b"[1]")], r"\.json holds an object, got list"),
@@ -191,6 +217,16 @@ def test_bad_samples_are_named_and_skipped(tars, tmp_path, members, says):
     with pytest.raises(SourceError, match=says):
         index(tmp_path / "bad", tmp_path / "other")
     assert not list(tmp_path.glob("*other*"))
+
+
+def test_a_key_that_comes_again_later_is_named_and_skipped(tmp_path):
+    again = [("000000000.png", encoded(picture(7))), ("000000000.cls", b"3")]
+    write_tar(tmp_path / "one" / "a.tar", [*sample(0), *sample(1), *again])
+    store = index(tmp_path / "one", tmp_path / "store")
+    assert store.labels.tolist() == [0, 1]
+    assert store.manifest.skipped == [
+        "a.tar/000000000: its key was there before, further up in the tar; a sample's files lie side by side"
+    ]
 
 
 def test_why_a_sample_was_skipped_is_the_same_each_time(tmp_path):

@@ -86,6 +86,50 @@ def test_grey_palette_and_alpha_become_rgb(tmp_path):
     assert [item.image.shape for item in all_items(tmp_path)] == [(10, 12, 3)] * 5
 
 
+@pytest.mark.parametrize(
+    ("name", "order"), [("a.png", "<u2"), ("a.tif", "<u2"), ("a.tif", ">u2"), ("a.ppm", "<u2")]
+)
+def test_16_bits_are_rounded_to_8(tmp_path, name, order):
+    values = np.array([[0, 128, 129, 32768, 65406, 65407, 65535]], order)
+    if name == "a.ppm":
+        (tmp_path / name).write_bytes(b"P5 7 1 65535\n" + values.astype(">u2").tobytes())
+    else:
+        Image.fromarray(values).save(tmp_path / name)
+    (item,) = all_items(tmp_path)
+    assert item.image[0].tolist() == [[round(v / 257)] * 3 for v in values[0].tolist()]
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_pixels_of_an_unknown_range_are_named(tmp_path, kind):
+    Image.fromarray(picture()[..., 0].astype(kind)).save(tmp_path / "a.tif")
+    (item,) = all_items(tmp_path)
+    assert item.image is None
+    assert "8 or 16 bits per channel, got Pillow's mode" in item.error
+
+
+def test_what_is_transparent_lies_on_white(tmp_path):
+    pixels = np.array([[[200, 0, 0, 0], [200, 0, 0, 51], [200, 0, 0, 255]]], np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    Image.fromarray(pixels[..., [0, 3]]).save(tmp_path / "b.png")
+    palette = Image.fromarray(np.array([[0, 1, 1]], np.uint8))
+    palette.putpalette([200, 0, 0, 0, 100, 0])
+    palette.save(tmp_path / "c.gif", transparency=0)
+    palette.save(tmp_path / "d.png", transparency=0)
+    found = [item.image[0].tolist() for item in all_items(tmp_path)]
+    assert found == [
+        [[255] * 3, [244, 204, 204], [200, 0, 0]],
+        [[255] * 3, [244] * 3, [200] * 3],
+        [[255] * 3, [0, 100, 0], [0, 100, 0]],
+        [[255] * 3, [0, 100, 0], [0, 100, 0]],
+    ]
+
+
+def test_of_several_frames_the_first_is_taken(tmp_path):
+    frames = [Image.new("RGB", (2, 2), colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    assert all_items(tmp_path)[0].image[0, 0].tolist() == [255, 0, 0]
+
+
 def test_a_broken_image_is_an_item_with_an_error(tmp_path):
     save(tmp_path / "a.png", picture())
     (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])
@@ -154,8 +198,12 @@ def test_parquet_problems(tmp_path):
         open_source(str(tmp_path / "a.parquet"))
     assert len(all_items(tmp_path / "a.parquet", image_column="picture")) == 1
     write_parquet(tmp_path / "b.parquet", [{"image": png(picture()), "label": "cat"}])
-    with pytest.raises(SourceError, match="label column holds whole numbers from 0 up, got 'cat'"):
+    with pytest.raises(SourceError, match=r"b\.parquet, row 0: a label is a whole number .*, got 'cat'; mend"):
         open_source(str(tmp_path / "b.parquet"))
+    rows = [{"image": png(picture()), "label": label} for label in (0, 999_999_999)]
+    write_parquet(tmp_path / "c.parquet", rows)
+    with pytest.raises(SourceError, match=r"c\.parquet, row 1: .* from 0 to 999,999, got 999999999; mend"):
+        open_source(str(tmp_path / "c.parquet"))
 
 
 def test_captions_of_a_parquet_file(tmp_path):
@@ -191,6 +239,10 @@ def test_a_split_is_chosen_by_the_file_names_or_refused(tmp_path):
     assert len(all_items(tmp_path, split="val")) == 1
     with pytest.raises(SourceError, match="no parquet file of the split 'test'; it has train.parquet, validation"):
         open_source(str(tmp_path), split="test")
+    for name in "ab":
+        write_parquet(tmp_path / f"more-{name}.parquet", [{"image": png(picture())}])
+    with pytest.warns(UserWarning, match=r"^more-a\.parquet and 1 more name no split and are left out"):
+        assert len(all_items(tmp_path)) == 2
 
 
 def damaged(data: bytes, kind: str) -> bytes:

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -101,6 +102,27 @@ def test_a_store_without_captions_has_none_and_looks_as_it_always_did(tmp_path):
 def test_captions_are_for_all_images_or_none(tmp_path, without, says):
     with pytest.raises(SourceError, match=says):
         prepare(captioned(without=without), tmp_path / "store")
+    assert not list(tmp_path.iterdir())
+
+
+def labelled(*labels, classes=8):
+    items = [Item(f"file {i}", np.zeros((2, 2, 3), np.uint8), label) for i, label in enumerate(labels)]
+    return Source("made", len(items), [str(i) for i in range(classes)], lambda: iter(items))
+
+
+def test_classes_without_an_image_are_told(tmp_path):
+    with pytest.warns(UserWarning, match=r"4 of 8 classes have no image \(3, 4, 5 …\).*without gaps"):
+        prepare(labelled(0, 1, 2, 7), tmp_path / "gaps")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare(labelled(*range(8)), tmp_path / "whole")
+        prepare(source(classes=None), tmp_path / "unlabelled")
+
+
+@pytest.mark.parametrize("label", [-1, 8])
+def test_a_label_that_is_no_class_is_named(tmp_path, label):
+    with pytest.raises(SourceError, match=f"file 1 has the label {label}, and made has the classes 0 … 7"):
+        prepare(labelled(0, label), tmp_path / "store")
     assert not list(tmp_path.iterdir())
 
 

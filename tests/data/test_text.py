@@ -1,6 +1,8 @@
 """Any transformers encoder, once per caption; kept in the store; one caption per image by its place."""
 
+import gc
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -40,6 +42,14 @@ def test_an_encoder_is_transformers_own_with_padding_as_zero(bert):
     assert found.shape == (2, 6, 16)
     assert not found[0, 5:].any()
     assert not found[1, 2:].any()  # [CLS] [SEP]
+
+
+def test_a_preparation_leaves_no_file_open(bert, tmp_path):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", ResourceWarning)
+        prepare(pictures(4), tmp_path / "store", text_encoder=TextEncoder(bert))
+        gc.collect()
+    assert [str(each.message) for each in found if "captions.jsonl" in str(each.message)] == []
 
 
 @pytest.mark.parametrize("kind", ["clip", "projection", "whole clip", "t5"])

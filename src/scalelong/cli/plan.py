@@ -108,19 +108,23 @@ def training_plan(config: RunConfig, store: Store, out: Path, device: str) -> Pl
 def _run_plan(config: RunConfig, store: Store, out: Path, device: str) -> tuple[Plan, RunConfig]:
     from scalelong import experiment
     from scalelong.config import resolved_for, to_dict
+    from scalelong.costs import state_bytes
+    from scalelong.presets import model_preset
 
     config = experiment.fitted_to(config, store)
     config = replace(config, train=resolved_for(config.train, device))
-    experiment.check_folder(config, out)
+    experiment.check_drawing(config)
+    # Data that a recipe was published with are planned for without being at hand.
+    data = experiment.data_of(config, store) if store.manifest.sha256 else None
+    experiment.check_folder(config, out, data=data)
     parameters = sum(p.numel() for p in experiment.build_model(config, "meta").parameters())
-    # Weights, gradients and Adam's two moments, and each average, in float32; activations come on top.
-    state_bytes = 4 * parameters * (4 + len(config.train.ema_rates))
     plan = {
         "out": str(out),
         "data": store.manifest.source,
         "images": len(store),
+        "our_reading": model_preset(config.model.preset).our_reading,
         "parameters": parameters,
-        "state_gib": round(state_bytes / 2**30, 3),
+        "state_gib": round(state_bytes(parameters, config.train) / 2**30, 3),  # activations come on top
         "images_per_step": config.train.batch_size,
         "steps": config.train.steps,
         "starts_at": experiment.last_step(out),
@@ -135,10 +139,16 @@ def training_text(plan: Plan) -> str:
     resumed = f", the first {plan['starts_at']:,} of them done" if plan["starts_at"] else ""
     return (
         f"{json.dumps(plan['config'], indent=2, ensure_ascii=False)}\n"
-        f"{_costs_text(plan)}\n"
+        f"{_reading_text(plan)}{_costs_text(plan)}\n"
         f"{plan['images_per_step']} images per step, {plan['steps']:,} steps{resumed}: "
         f"{plan['epochs']} epochs of {plan['images']:,} images ({plan['data']}); nothing was written."
     )
+
+
+def _reading_text(plan: Plan) -> str:
+    """A line for a network that is not as published, because it was not published."""
+    found = plan["our_reading"]
+    return f"{plan['config']['model']['preset']} is our reading: {found}\n" if found else ""
 
 
 def _costs_text(plan: Plan) -> str:
@@ -190,6 +200,7 @@ def comparison_text(plan: Plan) -> str:
     table = format_table([{key: str(run[key]) for key in shown} for run in plan["runs"]])
     return (
         f"{json.dumps(plan['runs'][0]['config'], indent=2, ensure_ascii=False)}\n"
+        f"{_reading_text(plan['runs'][0])}"
         "The config of the first run; the others differ in scaling and seed.\n\n" + "\n".join(table) + "\n\n"
         f"{len(plan['runs'])} runs of {plan['total_steps']:,} steps in all, {plan['steps_done']:,} of them done, "
         f"{plan['runs_at_once']} runs at once with {plan['state_gib_at_once']} GiB of state, activations not "

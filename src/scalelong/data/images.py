@@ -8,8 +8,9 @@ from __future__ import annotations
 import io
 import os
 import re
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 Image = np.ndarray[Any, np.dtype[np.uint8]]
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+MAX_CLASSES = 1_000_000  # each gets a name and an embedding: a label beyond is damage
 CELEBA_WIDTH, CELEBA_HEIGHT = 178, 218
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -61,7 +63,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Bytes or a file to pixels: RGB, and with `size` a square of it, taken by the `crop` of that name."""
+    """Bytes or a file to pixels: its first frame in RGB, and with `size` a square of it, by the `crop` named so."""
 
     size: int | None = None
     crop: str = "centre"
@@ -75,7 +77,7 @@ class Decoder:
         from PIL import Image as Pillow
 
         with Pillow.open(io.BytesIO(data) if isinstance(data, bytes) else data) as file:
-            picture = file.convert("RGB")
+            picture = as_rgb(file)
             if self.size is not None:
                 picture = CROPS[self.crop](picture, self.size)
             return np.asarray(picture, dtype=np.uint8)
@@ -95,6 +97,60 @@ def as_captions(found: Any) -> tuple[str, ...]:
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"captions are a text or a list of some, got {found!r}")
     return tuple(" ".join(text.split()) for text in texts)
+
+
+def as_label(found: Any) -> int:
+    """The number of a class."""
+    if not isinstance(found, int) or not 0 <= found < MAX_CLASSES:
+        raise ValueError(f"a label is a whole number from 0 to {MAX_CLASSES - 1:,}, got {found!r}")
+    return found
+
+
+def numbered_classes(labels: Sequence[int]) -> list[str] | None:
+    """The names of classes that have numbers alone, up to the largest; None without labels."""
+    return [str(i) for i in range(max(labels) + 1)] if labels else None
+
+
+def warn_of_left_out(files: Sequence[Path], split: str) -> None:
+    """Files whose names tell no split, beside some that do, belong to none: not without a word."""
+    if not files:
+        return
+    more = f" and {len(files) - 1} more name" if len(files) > 1 else " names"
+    warnings.warn(
+        f"{files[0].name}{more} no split and {'are' if len(files) > 1 else 'is'} left out, as other files of "
+        f"{files[0].parent} name one; put {split} into the name to have it in there.",
+        stacklevel=2,
+    )
+
+
+# Colours
+
+
+def as_rgb(picture: Picture) -> Picture:
+    """Eight bits per channel, on white where it is transparent.
+
+    Pillow's own conversion would clip 16 bits at 255, and show the colours that lie hidden under full transparency.
+    """
+    from PIL import Image as Pillow
+
+    if picture.mode == "F" or picture.mode.startswith("I"):
+        picture = _in_eight_bits(picture)
+    if picture.mode.endswith(("A", "a")) or "transparency" in picture.info:
+        white = Pillow.new("RGBA", picture.size, "white")
+        picture = Pillow.alpha_composite(white, picture.convert("RGBA"))
+    return picture.convert("RGB")
+
+
+def _in_eight_bits(picture: Picture) -> Picture:
+    """Grey of 0 … 65535 as grey of 0 … 255. Of PNG and PPM, Pillow may call it `I`, scaled to that range."""
+    from PIL import Image as Pillow
+
+    if not (picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format in ("PNG", "PPM"))):
+        raise ValueError(
+            f"an image has 8 or 16 bits per channel, got Pillow's mode {picture.mode}, of which the range is not "
+            "known; save it with 8 bits"
+        )
+    return Pillow.fromarray(((np.asarray(picture).astype(np.int64) + 128) // 257).astype(np.uint8))
 
 
 # Crops

@@ -23,6 +23,7 @@ KINDS = ("AutoencoderKL", "AutoencoderTiny", "VQModel")
 _PLACES = ("", "vae", "vqvae")  # where an autoencoder lies in its own folder, or in a pipeline's
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
 _PIXELS_AT_ONCE = 1 << 21  # 32 images of 256×256: what fits any GPU
+_SPREAD_IMAGES = 256
 _HUB_TIMEOUT_S = 5
 
 
@@ -161,6 +162,14 @@ def as_float16(moments: Tensor, names: list[str]) -> np.ndarray[Any, np.dtype[np
             "finite ones below 65,504. Its weights are broken, or were made for other images."
         )
     return halved.cpu().numpy()
+
+
+def spread_of(latents: np.ndarray[Any, np.dtype[np.float16]], space: LatentSpace) -> float:
+    """The standard deviation of a store's scaled latents, from some hundreds of images: moments and their noise."""
+    some = latents[:: max(1, len(latents) // _SPREAD_IMAGES), 0].astype(np.float32)
+    means, deviations = np.split(some, [space.channels], axis=1)
+    variance = means.var() + (np.square(deviations).mean() if deviations.size else 0.0)
+    return float(space.scaling_factor * np.sqrt(variance))
 
 
 def fingerprint(network: Any) -> str:

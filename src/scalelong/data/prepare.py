@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import uuid
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +77,9 @@ def prepare(
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
-    return open_store(out)
+    store = open_store(out)
+    _warn_of_empty_classes(store)
+    return store
 
 
 def _check_free(out: Path) -> None:
@@ -105,7 +108,8 @@ def _fill(
     if text_encoder is not None:
         from scalelong.data.text import write_contexts
 
-        captions = [json.loads(line) for line in (work / CAPTIONS).open(encoding="utf-8")]
+        with (work / CAPTIONS).open(encoding="utf-8") as lines:
+            captions = [json.loads(line) for line in lines]
         text, files = write_contexts(work, captions, text_encoder, progress=text_progress)
         names += files
     checksums = {name: sha256(work / name) for name in names}
@@ -186,6 +190,12 @@ class _Writer:
             )
         if self.source.classes is not None and item.label is None:
             raise SourceError(f"{item.name} has no label, and others have; label all images or none.")
+        classes = self.source.classes
+        if classes is not None and item.label is not None and not 0 <= item.label < len(classes):
+            raise SourceError(
+                f"{item.name} has the label {item.label}, and {self.source.description} has the classes 0 … "
+                f"{len(classes) - 1}; mend its label, or leave it out."
+            )
         if (item.captions is not None) != self.captioned:
             has = "no caption, and others have one" if self.captioned else "a caption, and others have none"
             raise SourceError(f"{item.name} has {has}; describe all images or none.")
@@ -265,6 +275,21 @@ def _check_skipped(skipped: list[str], count: int) -> None:
         raise SourceError(
             f"{len(skipped)} of {count} images could not be read, more than {MAX_SKIPPED:.0%}; mend or remove "
             f"them. The first:\n  {shown}"
+        )
+
+
+def _warn_of_empty_classes(store: Store) -> None:
+    """Labels with gaps make classes that no image teaches."""
+    if store.labels is None:
+        return
+    empty = np.flatnonzero(np.bincount(store.labels, minlength=store.num_classes) == 0).tolist()
+    if empty:
+        shown = ", ".join((store.manifest.classes or [])[i] for i in empty[:3]) + (" …" if len(empty) > 3 else "")
+        warnings.warn(
+            f"{len(empty):,} of {store.num_classes:,} classes have no image ({shown}): a run by class "
+            "learns nothing of them and draws them all the same; leave them out (numbers go from 0 on without "
+            "gaps), or draw the others alone, with sample --class.",
+            stacklevel=3,
         )
 
 

@@ -29,12 +29,16 @@ from scalelong.data.images import (
     Source,
     SourceError,
     as_captions,
+    as_label,
     in_threads,
+    numbered_classes,
+    warn_of_left_out,
     worker_count,
 )
 
 Place = tuple[int, int, int]  # number of the shard, first byte, bytes
 _SPLIT_WORDS = {"train", "training", "val", "validation", "valid", "test"}
+_SEEN = "its key was there before, further up in the tar; a sample's files lie side by side"
 _BLOCK = 512
 
 
@@ -53,7 +57,6 @@ def shards(path: Path, split: str, decoder: Decoder) -> Source:
     files = _tars(path, split)
     samples = [sample for number, file in enumerate(files) for sample in _scan(number, file)]
     labels = [sample.label for sample in samples if sample.label is not None]
-    classes = [str(i) for i in range(max(labels) + 1)] if labels else None
 
     def item(sample: Sample) -> Item:
         if sample.place is None:
@@ -63,7 +66,12 @@ def shards(path: Path, split: str, decoder: Decoder) -> Source:
 
     crop = decoder.crop if decoder.size is not None else None
     return Source(
-        f"shards {path.name}", len(samples), classes, lambda: in_threads(item, samples), tuple(files), crop
+        f"shards {path.name}",
+        len(samples),
+        numbered_classes(labels),
+        lambda: in_threads(item, samples),
+        tuple(files),
+        crop,
     )
 
 
@@ -84,6 +92,7 @@ def _tars(path: Path, split: str) -> list[Path]:
         raise SourceError(
             f"{path} has no shards of the split {split!r}; it has {files[0].name} …: choose with --split."
         )
+    warn_of_left_out([file for file in files if not words[file]], split)
     return chosen
 
 
@@ -96,8 +105,14 @@ def _scan(number: int, file: Path) -> Iterator[Sample]:
         with tarfile.open(file, "r:") as tar:
             members = [member for member in tar.getmembers() if member.isreg()]
             _check_end(file, tar)
+            seen: set[str] = set()
             for key, group in groupby(members, key=lambda member: _split_name(member.name)[0]):
-                yield _sample(number, f"{file.name}/{key}", list(group), lambda m: tar.extractfile(m).read())  # type: ignore[union-attr]
+                name = f"{file.name}/{key}"
+                if key in seen:
+                    yield Sample(name, None, None, None, _SEEN)
+                else:
+                    yield _sample(number, name, list(group), lambda m: tar.extractfile(m).read())  # type: ignore[union-attr]
+                seen.add(key)
     except tarfile.TarError as error:
         raise SourceError(
             f"{file} is no whole, uncompressed tar ({error}); it was cut short or is something else: copy it again."
@@ -122,9 +137,13 @@ def _split_name(name: str) -> tuple[str, str]:
 def _sample(
     number: int, name: str, members: list[tarfile.TarInfo], read: Callable[[tarfile.TarInfo], bytes]
 ) -> Sample:
-    parts = {_split_name(member.name)[1]: member for member in members}
+    suffixes = [_split_name(member.name)[1] for member in members]
+    parts = dict(zip(suffixes, members, strict=True))
     images = [suffix for suffix in parts if suffix in IMAGE_SUFFIXES]
     try:
+        if len(parts) < len(members):
+            twice = next(suffix for suffix in suffixes if suffixes.count(suffix) > 1)
+            raise ValueError(f"a sample has one file of each kind, got {twice} twice")
         if len(images) != 1:
             raise ValueError(f"a sample has one image, got {', '.join(images or parts)}")
         label, captions = _notes({s: read(m) for s, m in parts.items() if s in (".cls", ".txt", ".json")})
@@ -140,10 +159,8 @@ def _notes(texts: dict[str, bytes]) -> tuple[int | None, tuple[str, ...] | None]
     if not isinstance(found, dict):
         raise ValueError(f"its .json holds an object, got {type(found).__name__}")
     label = int(texts[".cls"]) if ".cls" in texts else found.get("label", found.get("cls"))
-    if label is not None and (not isinstance(label, int) or label < 0):
-        raise ValueError(f"a label is a whole number from 0 up, got {label!r}")
     said = texts[".txt"].decode() if ".txt" in texts else found.get("captions", found.get("caption"))
-    return label, None if said is None else as_captions(said)
+    return None if label is None else as_label(label), None if said is None else as_captions(said)
 
 
 def read_bytes(file: Path, place: Place) -> bytes:

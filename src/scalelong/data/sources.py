@@ -14,7 +14,19 @@ import numpy as np
 
 from scalelong.data.cifar10 import cifar10_batches, cifar10_packed, cifar10_tar
 from scalelong.data.datasets import celeba, coco, imagenet, is_celeba, is_coco, is_downsampled_imagenet
-from scalelong.data.images import IMAGE_SUFFIXES, Decoder, Image, Item, Source, SourceError, as_captions, in_threads
+from scalelong.data.images import (
+    IMAGE_SUFFIXES,
+    Decoder,
+    Image,
+    Item,
+    Source,
+    SourceError,
+    as_captions,
+    as_label,
+    in_threads,
+    numbered_classes,
+    warn_of_left_out,
+)
 from scalelong.data.shards import shards
 
 __all__ = ["Image", "Item", "Source", "SourceError", "digits", "open_source"]
@@ -110,6 +122,8 @@ def _of_split(files: list[Path], split: str) -> list[Path]:
             f"{files[0].parent} has no parquet file of the split {split!r}; it has "
             f"{', '.join(f.name for f in files[:6])}: choose with --split."
         )
+    if chosen:
+        warn_of_left_out([f for f in files if not f.name.startswith(SPLITS)], split)
     return chosen or files
 
 
@@ -184,7 +198,7 @@ def parquet(files: list[Path], ask: Request) -> Source:
                         yield row, record
                         row += 1
 
-    classes = [str(i) for i in range(max(labels) + 1)] if labels else None
+    classes = None if labels is None else numbered_classes(labels)
     item = partial(_table_item, decoder=ask.decoder, image=ask.image_column, captions=captions)
     count = sum(t.metadata.num_rows for t in tables)
     return Source(f"parquet {files[0].name}", count, classes, lambda: in_threads(item, records()))
@@ -206,14 +220,18 @@ def _whole(file: Path) -> Iterator[None]:
 def _integer_labels(files: list[Path]) -> list[int]:
     import pyarrow.parquet as pq
 
-    values: list[Any] = []
+    labels: list[int] = []
     for file in files:
         with _whole(file):
-            values += pq.read_table(file, columns=["label"])["label"].to_pylist()
-    if not all(isinstance(v, int) and v >= 0 for v in values):
-        wrong = next(v for v in values if not (isinstance(v, int) and v >= 0))
-        raise SourceError(f"the label column holds whole numbers from 0 up, got {wrong!r}.")
-    return values
+            values = pq.read_table(file, columns=["label"])["label"].to_pylist()
+        for row, value in enumerate(values):
+            try:
+                labels.append(as_label(value))
+            except ValueError as error:
+                raise SourceError(
+                    f"{file.name}, row {row}: {error}; mend the column label, or leave it out."
+                ) from error
+    return labels
 
 
 def _caption_column(wanted: str | None, names: Sequence[str], where: str) -> str | None:

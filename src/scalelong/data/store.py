@@ -137,10 +137,20 @@ class Store:
 
         return open_text(self.folder, self.manifest.text, len(self)) if self.manifest.text is not None else None
 
+    @cached_property
+    def content(self) -> dict[str, str]:
+        """A checksum of every part. Shards are told by their order, wherever they lie, and by how they are cut."""
+        manifest = self.manifest
+        if manifest.shards is None:
+            return manifest.sha256
+        inside = {name: checksum for name, checksum in manifest.sha256.items() if name not in manifest.shards}
+        shards = {f"shard {i}": manifest.sha256[name] for i, name in enumerate(manifest.shards)}
+        return {**inside, **shards, "crop": f"{manifest.crop or 'none'}, {manifest.width}×{manifest.height}"}
+
     @property
     def checksum(self) -> str:
         """One hash for the whole content: the key under which statistics of this data are cached."""
-        return hashlib.sha256(json.dumps(self.manifest.sha256, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.content, sort_keys=True).encode()).hexdigest()
 
 
 def open_store(folder: str | Path) -> Store:

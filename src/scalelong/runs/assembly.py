@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,11 +15,15 @@ from torch.utils.checkpoint import checkpoint
 from scalelong.backbones.build import build
 from scalelong.config import LatentConfig, RunConfig
 from scalelong.data.contexts import info_of
+from scalelong.data.latents import spread_of
 from scalelong.data.loader import Loader, latent_space
 from scalelong.data.store import Store
 from scalelong.diffusion.process import Process, process_named
+from scalelong.diffusion.targets import SIGMA_DATA
 from scalelong.presets import model_preset
 from scalelong.training.step import has_dropout
+
+_SPREAD_OFF = 1.5  # how many times as large or small the spread of latents may be without a word
 
 
 def loader_for(config: RunConfig, store: Store, device: str, *, resident_bytes: int | None = None) -> Loader:
@@ -80,12 +85,25 @@ def _latents_of(config: RunConfig, store: Store) -> LatentConfig | None:
         return None
     manifest = store.manifest
     space = latent_space(store)
+    if config.process == "edm" and store.latents is not None:
+        _check_spread(spread_of(store.latents, space), space.scaling_factor, store)
     return LatentConfig(
         autoencoder=config.latents.autoencoder if config.latents is not None else space.autoencoder,
         weights=space.weights,
         scaling_factor=space.scaling_factor,
         shift_factor=space.shift_factor,
         image_shape=(manifest.height, manifest.width, manifest.channels),
+    )
+
+
+def _check_spread(spread: float, scale: float, store: Store) -> None:
+    """EDM's noise levels, scales and weights assume the spread of its data; latents have any."""
+    if not spread or 1 / _SPREAD_OFF < spread / SIGMA_DATA < _SPREAD_OFF:
+        return
+    warnings.warn(
+        f"process=edm is made for a spread of {SIGMA_DATA}, and the latents in {store.folder} have {spread:.2g}; "
+        f"prepare them with --scale {scale * SIGMA_DATA / spread:.4g}, or take another process, such as sd.",
+        stacklevel=1,  # this line: a config is fitted more than once, and told of it only the first time
     )
 
 

@@ -13,6 +13,7 @@ from scalelong.config import RunConfig, from_dict, to_dict
 from scalelong.data.contexts import KeptText, check_same_encoder
 from scalelong.data.files import write_whole
 from scalelong.runs.assembly import build_model, num_classes
+from scalelong.runs.data import DATA, RunData, check_same_data
 from scalelong.runs.drawing import with_autoencoder
 from scalelong.training import checkpoint
 from scalelong.training.ema import default_rate
@@ -111,7 +112,7 @@ def last_step(folder: Path) -> int:
     return found.step if found else 0
 
 
-def check_folder(config: RunConfig, out: Path, text: KeptText | None = None) -> None:
+def check_folder(config: RunConfig, out: Path, text: KeptText | None = None, data: RunData | None = None) -> None:
     """Refuse a folder that holds another run, or something else; writes nothing."""
     if (out / CONFIG).is_file():
         before, now = to_dict(read_config(out)), to_dict(config)
@@ -125,6 +126,8 @@ def check_folder(config: RunConfig, out: Path, text: KeptText | None = None) -> 
                 f"{out} holds another run: {', '.join(_differences(before, now))}. Choose another --out, or give "
                 "the same settings to go on with it."
             )
+        if data is not None and (began_with := RunData.read(out)) is not None:
+            check_same_data(began_with, data, out)
         if text is not None and (out / TEXT).is_file():
             kept = KeptText.read(out / TEXT)
             check_same_encoder(text.context.null, kept.info, kept.context.null, "the data")
@@ -141,10 +144,12 @@ def _differences(before: Any, now: Any, where: str = "") -> list[str]:
     return [f"{where} was {before!r} and is {now!r}"] if before != now else []
 
 
-def open_run(config: RunConfig, out: Path, text: KeptText | None) -> None:
+def open_run(config: RunConfig, out: Path, text: KeptText | None, data: RunData) -> None:
     """Make the run's folder, or go on with the one that is there."""
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / ENVIRONMENT, json.dumps(environment(), indent=2))
     if text is not None and not (out / TEXT).is_file():
         text.write(out / TEXT)
+    if not (out / DATA).is_file():
+        data.write(out)
     write_whole(out / CONFIG, json.dumps(to_dict(config), indent=2, ensure_ascii=False))
