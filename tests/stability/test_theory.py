@@ -133,7 +133,10 @@ def test_a_net_of_five_matrices_breaks_thm_3_4_as_printed():
     net, _ = robustness.counterexample()
     whole = torch.stack([net(row[None], (1.0, 1.0))[0] for row in torch.eye(4)], 1)
     assert torch.linalg.matrix_norm(whole, 2).item() == pytest.approx(200)
-    made = robustness.theorem_3_4(SMALL, iterations=8).rows[-1]
+    statement = robustness.theorem_3_4(SMALL, iterations=8)
+    broken, made = statement.checks[2], statement.rows[-1]
+    assert broken.holds is False
+    assert broken.found.endswith("3 against 200, with M_0 = 1")
     assert [made[key] for key in ("m0", "sum", "largest")] == pytest.approx([1, 1 + 1 + 1, 200])
     assert [made[key] for key in ("m0_apart", "sum_apart")] == pytest.approx([100, 100 + 2 * 100**2])
 

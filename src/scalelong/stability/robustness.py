@@ -129,9 +129,11 @@ def judge_gain(rows: list[Row]) -> Statement:
 
 
 def _bounded(rows: Sequence[Row], where: str, m0: str, total: str) -> Check:
-    slack = min(row[total] / row["largest"] for row in rows)
-    most = max(row[m0] for row in rows)
-    found = f"M_0 up to {most:.3g}; the sum is at least {slack:.3g} times the largest gain"
+    tightest = min(rows, key=lambda row: row[total] / row["largest"])
+    found = (
+        f"the sum is at least {tightest[total] / tightest['largest']:.3g} times the largest gain: "
+        f"{tightest[total]:.3g} against {tightest['largest']:.3g}, with M_0 = {tightest[m0]:.3g}"
+    )
     return Check(where, all(row["largest"] <= row[total] for row in rows), found)
 
 
