@@ -2,7 +2,9 @@
 
 import json
 import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -150,3 +152,35 @@ def test_a_run_that_diverges_is_named_and_exits_1(monkeypatch, capsys, tmp_path)
     error = " ".join(capsys.readouterr().err.split())
     assert "is not finite; the first module with a non-finite" in error
     assert "Traceback" not in error
+
+
+def beat(member, folder):
+    """What a worker does in place of training: it writes for a minute."""
+    for _ in range(600):
+        with (folder / "beats").open("a") as file:
+            file.write(".")
+        time.sleep(0.1)
+    return True
+
+
+@pytest.mark.slow
+def test_workers_end_when_the_comparison_is_killed(tmp_path):
+    """The same command then starts workers of its own in the same folders."""
+    beats = tmp_path / "beats"
+    code = "import sys; from pathlib import Path; from scalelong.comparison import run_all; "
+    code += "from tests.test_comparison import beat; "
+    code += "run_all([None, None], Path(sys.argv[1]), workers=1, watch=lambda done: None, run=beat)"
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[1])
+    try:
+        for _ in range(600):
+            if beats.exists():
+                break
+            time.sleep(0.1)
+        assert beats.exists()
+    finally:
+        parent.kill()
+        parent.wait()
+    time.sleep(2)
+    written = beats.stat().st_size
+    time.sleep(1)
+    assert beats.stat().st_size == written

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -113,7 +114,7 @@ def run_all(
     `run` is what a process does with a member, by default `run_one`: a function of a module, as it is sent there.
     """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker) as pool:
         futures = [pool.submit(run, member, data) for member in group]
         try:
             while not all(future.done() for future in futures):
@@ -142,7 +143,16 @@ def _results(futures: Sequence[Future[bool]]) -> Iterator[bool]:
         yield False if future.cancelled() else future.result()
 
 
-def _one_thread() -> None:
+def _begin_worker() -> None:
+    """One thread, and no life of its own: a killed comparison is given again, and its runs have one writer each."""
     import torch
 
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)  # at once, as if killed: what is half written is left to the resumption

@@ -33,6 +33,7 @@ def test_a_sum_is_solved():
     assert found["kappa"] == pytest.approx(0.96256, abs=1e-5)
     assert found["spec"] == "cs:0.963"
     assert "κ = 0.9625" in invoke("kappa", "--sum", 5, "--skips", 6)
+    assert json.loads(invoke("kappa", "digits", "--sum", 5, "--json")) == found  # which has six skips
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_data_and_model_give_advice_and_a_page(small, tmp_path):
     args += ["--batch", 4, "--batches", 1, "--out", tmp_path / "k.html"]
     found = json.loads(invoke(*args, "--json"))
     assert found["data"]["num_skips"] == len(found["model"]["merges"]) == 2
-    assert set(found["specs"]) == {"data", "model"}
+    assert set(found["specs"]) == {"data"}  # what is measured of the model is shown, not recommended
     for spec in found["specs"].values():
         scalelong.parse_scaling(spec)  # to paste
     page = (tmp_path / "k.html").read_text()
@@ -61,15 +62,31 @@ def test_data_and_model_give_advice_and_a_page(small, tmp_path):
     assert "κ from the model" in page
     assert not re.findall(r'(?:src|href)="(?!data:|#)([^"]+)', page)
     text = invoke(*args)
-    for part in ("ratio of means", "M_0 =", "from the data: ", "from the model: ", "its κ here"):
+    for part in ("ratio of means", "M_0 =", "from the data: ", "shown, not recommended", "its κ here"):
         assert part in " ".join(text.split())
+
+
+def test_a_model_alone_recommends_nothing(small, tmp_path):
+    args = ["kappa", small / "model", "--batch", 2, "--batches", 1, "--out", tmp_path / "k.html"]
+    assert json.loads(invoke(*args, "--json"))["specs"] == {}
+    assert "to paste: nothing. A model by itself recommends no scaling" in " ".join(invoke(*args).split())
+    assert "To paste: nothing." in (tmp_path / "k.html").read_text()
 
 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
         (["kappa"], "κ comes from --sum and --skips, from --data, from a MODEL or from --probe; got none."),
-        (["kappa", "--sum", "5"], "say how many with --skips"),
+        (["kappa", "--sum", "5"], "say how many with --skips, or name a MODEL; got neither"),
+        (["kappa", "digits", "--sum", "5", "--skips", "6"], "got --skips 6 and digits"),
+        (["kappa", "nothing", "--sum", "5"], "neither a folder nor a preset"),
+        (["kappa", "--sum", "5", "--skips", "6", "--data", "nowhere"], "solved by itself; leave out --data"),
+        (["kappa", "--sum", "5", "--skips", "6", "--probe"], "solved by itself; leave out --probe"),
+        (["kappa", "{small}/model", "--probe"], "--probe trains the recipe of a preset, and"),
+        (
+            ["kappa", "--probe", "--data", "{small}/digits", "--set", "model.changes.num_layers=2"],
+            "κ acts from the second skip on, and this net has 1",
+        ),
         (["kappa", "--sum", "6", "--skips", "6"], "no κ below 1 has Σκ² = 6 over 6 skips"),
         (["kappa", "nothing"], "neither a folder nor a preset"),
         (["kappa", "--data", "{small}/digits"], "give a MODEL, or --skips"),

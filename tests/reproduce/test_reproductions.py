@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,9 +10,12 @@ import scipy.stats
 from typer.testing import CliRunner
 
 from scalelong import experiment
+from scalelong.cli import reproduce as command
 from scalelong.cli.main import app
 from scalelong.comparison import Judging
 from scalelong.config import to_dict
+from scalelong.data.prepare import prepare
+from scalelong.data.sources import digits
 from scalelong.presets import run_preset
 from scalelong.reproduce import NAMES, fig5, fig7, regimes, reproduction_named
 from scalelong.reproduce.judging import below, luck
@@ -68,8 +72,8 @@ FLIPS = {
         "holds only where the scaling is CS",
     ),
     "fig5": (
-        {"curves": {"none": [run(10, 5)], "CS": [run(5, 1)], "LS": [run(5, 4)]}},
-        {"curves": {"none": [run(10, 5)] * 3, "CS": [run(5, 1)] * 3, "LS": [run(5, 1), run(9, 6), run(9, 6)]}},
+        {"curves": {"none": [run(10, 5)] * 2, "CS": [run(5, 1)] * 2, "LS": [run(5, 4)] * 2}},
+        {"curves": {"none": [run(10, 5)] * 3, "CS": [run(5, 1)] * 3, "LS": [run(5, 1), run(5, 1), run(9, 4)]}},
         "holds only where the scaling is CS",
     ),
     "fig6": (
@@ -78,8 +82,8 @@ FLIPS = {
         "holds only where the setting is batch 8",
     ),
     "fig7": (
-        {"gates": [[0.7, 0.7, 0.5]]},
-        {"gates": [[0.72, 0.71, 0.70]]},
+        {"gates": [[0.7, 0.7, 0.5]] * 2},
+        {"gates": [[0.72, 0.71, 0.70]] * 2},
         "holds only where the band is meant",
     ),
     "table1": ({"values": ROW}, {"values": WORSE}, "does not hold"),
@@ -144,9 +148,28 @@ def test_where_a_curve_comes_down_to_a_goal():
     assert fig5.first_reached([100, 200], [10.0, 6.0], 5.0) is None
 
 
-def test_one_seed_is_not_judged_and_more_say_how_it_failed():
-    one = {"values": {name: values[:1] for name, values in ROW.items()}}
-    assert reproduction_named("table1").judge(one).verdict == "not judged"
+def only_first(data):
+    """The data of one seed: lists of seeds are the lists of variants, or those under "gates"."""
+    if isinstance(data, list):
+        return data[:1]
+    return {key: only_first(value) if isinstance(value, (dict, list)) else value for key, value in data.items()}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("fig3a", "fig3b", "regimes")])
+def test_one_seed_is_not_judged(name):
+    """The first two have no seeds, and regimes counts cells."""
+    assert reproduction_named(name).judge(only_first(FLIPS[name][0])).verdict == "not judged"
+
+
+def test_a_scaling_that_is_early_and_ends_worse_is_not_ahead():
+    curves = {"none": [run(10, 5)] * 2, "CS": [run(5, 5)] * 2, "LS": [run(5, 5), run(5, 6)]}
+    ahead, lucky = fig5.judge({"curves": curves}).checks
+    assert ahead.holds
+    assert not lucky.holds
+    assert lucky.found.endswith("2.00, 2.00; ends worse in 1 of 2")
+
+
+def test_more_seeds_say_how_a_comparison_failed():
     apart, mixed = below({"A": [5, 6], "B": [1, 2]}, "A", "B"), below({"A": [1, 3], "B": [2, 4]}, "A", "B")
     assert (apart.holds, apart.found.rpartition("; ")[2]) == (False, "clearly the other way round")
     assert (mixed.holds, mixed.found.rpartition("; ")[2]) == (False, "the ranges overlap")
@@ -270,6 +293,95 @@ def test_a_scaling_that_spoils_most_cells_is_called_clearly_worse():
     assert unclear.found.endswith("spoils 4 of 8 others; by luck: 1")
     assert not spoils.holds
     assert not unclear.holds
+
+
+COMMITTED = Path(__file__).parents[2] / "results" / "reproduce-small"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_verdicts_follow_from_committed_data(name):
+    read = {part: json.loads((COMMITTED / name / f"{part}.json").read_text()) for part in ("data", "verdict")}
+    found = reproduction_named(name).judge(read["data"]["values"])
+    assert json.loads(json.dumps(found.as_dict())) == read["verdict"]
+
+
+def lost_run(folder, rows=()):
+    """A run that diverged at step 5, with what it had logged by then."""
+    written_run(folder, rows)
+    (folder / DIVERGED).write_text('{"step": 5, "error": ""}')
+    return folder
+
+
+def test_features_of_a_run_that_diverged_are_not_small(tmp_path):
+    rows = [{"step": 2, "signals": {"main norm/0": 9.0}}]
+    small_ones = [{"step": 2, "signals": {"main norm/0": 1.0}}]
+    folders = {}
+    for name in ("none", "CS", "LS"):
+        for depth in ("", ", depth 16"):
+            runs = [tmp_path / f"{name}{depth}{seed}" for seed in (0, 1)]
+            make = written_run if name == "none" else lost_run
+            folders[name + depth] = [make(folder, rows if name == "none" else small_ones) for folder in runs]
+    data = reproduction_named("fig1").collect(folders, None)
+    found = reproduction_named("fig1").judge(data)
+    assert found.verdict == "does not hold"
+    assert found.checks[0].found.startswith("CS inf")
+
+
+def test_runs_that_diverged_have_no_samples_and_no_gates(tmp_path):
+    """Their weights are not even loaded: there is no checkpoint here."""
+    lost = [lost_run(tmp_path / str(seed)) for seed in (0, 1)]
+    store = prepare(digits(), tmp_path / "digits")
+    inf = float("inf")
+    noise = reproduction_named("fig3c").collect({"none": lost}, store)
+    assert noise["curves"] == {"none": [[inf] * 4] * 2}
+    held = {"curves": noise["curves"] | {"CS": [[2.0, 4.0]] * 2, "LS": [[2.0, 4.0], [inf, inf]]}}
+    assert reproduction_named("fig3c").judge(held).verdict == "holds only where the scaling is CS"
+    gates = fig7.collect({"LS": lost}, store)
+    assert gates == {"gates": [None, None]}
+    assert fig7.judge(gates).verdict == "does not hold"
+    one_lost = fig7.judge({"gates": [[0.7, 0.7, 0.5], None]})
+    assert one_lost.verdict == "does not hold"
+    assert one_lost.checks[0].found.endswith("; 1 diverged")
+
+
+def test_a_run_that_diverged_before_its_first_line_is_a_result(tmp_path):
+    good = written_run(tmp_path / "good", [{"step": 2, "quality": {"pixel_fid": 7.0}}])
+    lost = lost_run(tmp_path / "lost")
+    assert final_quality({"none": [good], "CS": [lost]}, None)["values"] == {"none": [7.0], "CS": [float("inf")]}
+    assert final_quality({"CS": [lost]}, None)["values"] == {"CS": [float("inf")]}
+    (cell,) = regimes.collect({"none, 12, 1e-2, 8": [lost]}, None)["cells"]
+    assert (cell["outcome"], cell["last loss"], cell["diverged at"]) == ("diverges", None, 5)
+
+
+@pytest.mark.parametrize("name", ["fig1", "fig3c", "fig5", "fig7"])
+def test_figures_with_diverged_runs_are_drawn(name, tmp_path):
+    inf = float("inf")
+    lost, mixed = {"none": [run(9, 5)] * 2, "CS": [run(9, inf)] * 2, "LS": [run(9, inf), run(9, 4)]}, [0.7, 0.6]
+    noise = {"none": [[2.0, 3.0, 4.0, 5.0]] * 2, "CS": [[inf] * 4] * 2, "LS": [[inf] * 4, [2.0, 3.0, 4.0, 5.0]]}
+    data = {
+        "fig1": {"12": lost, "16": lost},
+        "fig3c": {"measure": "pixel FID", "levels": [0.0, 0.1, 0.2, 0.4], "curves": noise},
+        "fig5": {"measure": "pixel FID", "curves": lost | {"none": [run(9, inf), run(9, 5)]}},
+        "fig7": {"gates": [None, mixed]},
+    }
+    write_data(tmp_path, data[name], {})
+    conclude(reproduction_named(name), tmp_path)
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_what_has_no_full_size_is_told_before_anything_is_trained(dry, tmp_path, monkeypatch):
+    store = prepare(digits(), tmp_path / "digits")
+    asked = []
+    monkeypatch.setattr(command, "_one", lambda what, *rest: asked.append(what.name))
+    args = ["reproduce", "--full", "--data", str(store.folder), *dry]
+    told = CliRunner().invoke(app, [*args, "all"], catch_exceptions=False)
+    assert asked == [name for name in NAMES if name != "regimes"]
+    assert "left out, as beyond the paper and without --full: regimes." in told.output
+    asked.clear()
+    with pytest.raises(ValueError, match="regimes: beyond the paper, and without --full; leave it out"):
+        CliRunner().invoke(app, [*args, "fig1", "regimes"], catch_exceptions=False)
+    assert asked == []
 
 
 def test_a_run_that_diverged_after_a_good_start_ends_at_infinity(tmp_path):

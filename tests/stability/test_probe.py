@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from scalelong.config import with_overrides
@@ -10,7 +11,7 @@ from scalelong.data.prepare import prepare
 from scalelong.data.sources import digits
 from scalelong.presets import run_preset
 from scalelong.stability import probe as module
-from scalelong.stability.probe import Plan, Score, judge, probe, round_members, train_member
+from scalelong.stability.probe import Plan, Score, judge, kept, probe, ranked, round_members, train_member
 
 TINY = ["model.changes.hidden_size=16", "model.changes.num_layers=4", "train.batch_size=4", "train.ema_rates=0.9"]
 BASE = with_overrides(run_preset("digits"), TINY)
@@ -41,6 +42,68 @@ def test_the_verdict_follows_from_the_differences_seed_by_seed(losses, verdict, 
     found = judge([[NONE, score("cs:0.7", losses)]])
     assert found.verdict.startswith(verdict)
     assert found.spec == spec
+
+
+INF = math.inf
+
+
+@pytest.mark.parametrize(
+    ("differences", "beyond"),
+    [
+        ([-INF, 0.1, 0.1], False),  # better in one seed, which diverged without scaling, and worse in the others
+        ([INF, -0.1, -0.1], False),
+        ([-INF, -0.1, -0.1], True),
+        ([-INF, -0.1, -0.5], False),
+        ([INF, INF, 0.1], True),
+        ([INF, INF, 0.0], False),  # a seed in which both diverged
+        ([-INF, INF, 0.1], False),
+        ([-INF] * 3, True),
+    ],
+)
+def test_a_divergence_does_not_outvote_the_other_seeds(differences, beyond):
+    found = Score(kappa=0.7, spec="cs:0.7", steps=1, losses=[0.1], oscillations=[], differences=differences)
+    assert found.beyond_spread is beyond
+
+
+def test_what_is_better_than_a_divergence_is_told_without_infinite_numbers():
+    def told(reference):
+        lost = score("none", reference, reference)
+        return judge([[lost, score("cs:0.7", (0.4, 0.5, 0.6), reference)]]).verdict
+
+    assert told((INF,) * 3) == "cs:0.7 trains, and no scaling diverges in every seed"
+    assert told((INF, 0.6, 0.7)).endswith("beyond the spread; in 1 of 3 seeds no scaling diverges")
+
+
+def better_by_chance(seeds, kept_share, probes=2000):
+    """How often a probe of the default plan finds some κ better where κ changes nothing.
+
+    Losses are normal; of a run's luck `kept_share` goes on from round to round, as it is the same run.
+    """
+    rng, plan, found = np.random.default_rng(0), Plan(seeds=tuple(range(seeds))), 0
+    for _ in range(probes):
+        luck = {kappa: rng.normal(size=seeds) for kappa in plan.kappas}
+        kappas, rounds = list(plan.kappas), []
+        for steps, count in plan.sizes():
+            kappas = kept(plan.kappas, kappas, count)
+            fresh = {kappa: rng.normal(size=seeds) for kappa in kappas}
+            luck = {k: math.sqrt(kept_share) * luck[k] + math.sqrt(1 - kept_share) * fresh[k] for k in kappas}
+            rounds.append(
+                [
+                    Score(kappa=k, spec=module.spec_of(k), steps=steps, losses=list(luck[k]), oscillations=[],
+                          differences=list(luck[k] - luck[1.0]))
+                    for k in kappas
+                ]
+            )  # fmt: skip
+            kappas = ranked(rounds[-1])
+        found += judge(rounds).spec != "none"
+    return found / probes
+
+
+@pytest.mark.parametrize(("seeds", "least", "most"), [(2, 0.20, 0.39), (3, 0.07, 0.14), (4, 0.02, 0.04)])
+def test_chance_passes_a_whole_probe_as_often_as_the_page_says(seeds, least, most):
+    """docs/choosing-kappa.md has these numbers; three standard errors of 2,000 probes are up to 0.03."""
+    assert better_by_chance(seeds, 0.0) == pytest.approx(least, abs=0.03 if seeds < 4 else 0.01)
+    assert better_by_chance(seeds, 1.0) == pytest.approx(most, abs=0.03 if seeds < 4 else 0.015)
 
 
 def test_the_best_of_several_wins():

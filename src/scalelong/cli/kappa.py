@@ -15,6 +15,7 @@ from scalelong.cli.plan import opened_data
 
 if TYPE_CHECKING:
     from scalelong.comparison import Member
+    from scalelong.config import RunConfig
     from scalelong.data.store import Store
     from scalelong.stability.models import OpenedModel
     from scalelong.stability.probe import Plan
@@ -22,16 +23,14 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "Examples: [bold]scalelong kappa --sum 5 --skips 6[/], [bold]scalelong kappa cifar10-uvit-s --data "
     "data/cifar10[/], "
-    "[bold]scalelong kappa path/to/diffusers/unet[/] or [bold]scalelong kappa --probe[/]"
+    "[bold]scalelong kappa path/to/diffusers/unet --data data/mine[/] or [bold]scalelong kappa --probe[/]"
 )
 
 
 def kappa(
     model: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[MODEL]", help="A preset, a run's folder, or a saved diffusers model: calibrate it."
-        ),
+        typer.Argument(metavar="[MODEL]", help="A preset, a run's folder, or a saved diffusers model: measure it."),
     ] = None,
     total: Annotated[
         float | None, typer.Option("--sum", help="Only solve for the κ whose squares sum to this over --skips.")
@@ -59,9 +58,11 @@ def kappa(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="--probe: print what would be run, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
-    """Choose κ: from a sum, from the data, from the model's merges, or from short runs. Ends in a spec to paste."""
+    """Choose κ: from a sum, from the data, or from short runs; and see what a model's merges make of its skips."""
     if total is not None:
-        _solve(total, skips, as_json)
+        if data is not None or probe:
+            raise ValueError(f"--sum {total:g} is solved by itself; leave out {'--data' if data else '--probe'}.")
+        _solve(total, skips, model, as_json)
         return
     if model is None and data is None and not probe:
         raise ValueError("κ comes from --sum and --skips, from --data, from a MODEL or from --probe; got none.")
@@ -75,19 +76,27 @@ def kappa(
         print_result(found, as_json, "nothing was written.")
         return
     from scalelong.report.page import write_page
+    from scalelong.stability.advice import NOTHING
 
     specs = [f"from the {source}: {spec}" for source, spec in found["specs"].items()]
     command = shlex.join(["scalelong", *sys.argv[1:]])
-    write_page("A κ for these skips", f"To paste, {'; '.join(specs)}.", sections, out, command)
-    text = "\n".join([*found["advice"], *specs, f"The figures: {out}"])
+    lead = f"To paste, {'; '.join(specs)}." if specs else f"{NOTHING[0].upper()}{NOTHING[1:]}"
+    write_page("A κ for these skips", lead, sections, out, command)
+    text = "\n".join([*found["advice"], *(specs or [NOTHING]), f"The figures: {out}"])
     print_result(found | {"report": str(out)}, as_json, text)
 
 
-def _solve(total: float, skips: int | None, as_json: bool) -> None:
+def _solve(total: float, skips: int | None, model: str | None, as_json: bool) -> None:
     from scalelong.stability.kappa import solve_kappa
+    from scalelong.stability.models import open_model
 
-    if skips is None:
-        raise ValueError(f"--sum {total:g} is a sum over the skips; say how many with --skips.")
+    if (skips is None) == (model is None):
+        got = "neither" if skips is None else f"--skips {skips} and {model}"
+        raise ValueError(
+            f"--sum {total:g} is a sum over the skips; say how many with --skips, or name a MODEL; got {got}."
+        )
+    skips = open_model(model).num_skips if model is not None else skips
+    assert skips is not None
     found = solve_kappa(total, skips)
     result = {"kappa": found, "sum": total, "skips": skips, "spec": f"cs:{found:.3g}"}
     print_result(result, as_json, f"κ = {found:.6f}: Σκ_i² = {total:g} over {skips} skips. spec: cs:{found:.3g}")
@@ -167,10 +176,9 @@ def _from_model(
     sentences = advice.from_model(found, opened.trained)
     result["model"] = found.as_dict()
     result["advice"] += sentences
-    result["specs"]["model"] = found.spec
     if not as_json:
         print_table(merge_rows(result["model"]), "what skip and main path bring to each merge")
-        print_table(gain_rows(result["model"]), "the gain that Thm 3.4 predicts")
+        print_table(gain_rows(result["model"]), "the gain that the sum of Thm 3.4 estimates")
     return model_section(result["model"], sentences)
 
 
@@ -191,16 +199,22 @@ def _probe(
     from scalelong.cli.plan import comparison_plan
     from scalelong.comparison import DIGITS_SETTINGS, default_workers
     from scalelong.config import with_overrides
-    from scalelong.presets import run_preset
+    from scalelong.presets import RUN_PRESETS, run_preset
     from scalelong.report.kappa import probe_rows, probe_section
     from scalelong.stability.probe import probe, round_members, train_member
 
+    if preset not in RUN_PRESETS and Path(preset).is_dir():
+        raise ValueError(
+            f"--probe trains the recipe of a preset, and {preset} is a folder. Name the preset that is nearest "
+            f"({', '.join(RUN_PRESETS)}) and change it with --set, or leave out --probe to measure the folder."
+        )
     base = with_overrides(run_preset(preset), [*(DIGITS_SETTINGS if preset == "digits" else ()), *settings])
     device = experiment.default_device()
     workers = default_workers(device)
     with opened_data(data, dry_run) as store:
         first = round_members(base, plan.kappas, plan.seeds, plan.sizes()[-1][0], runs)
         comparison_plan(first, store, runs, workers, device)  # what is wrong is told before the first run
+        _check_several_skips(first[0].config, store)
         if dry_run:
             rounds = [{"steps": steps, "kappas": n, "runs": n * len(plan.seeds)} for steps, n in plan.sizes()]
             return {"runs": str(runs), "images": len(store), "rounds": rounds}, []
@@ -217,3 +231,15 @@ def _probe(
         print_table(probe_rows(result), "loss and oscillation, mean ± half the range over seeds")
     advice = [f"From {len(plan.seeds)} seeds and up to {plan.sizes()[-1][0]} steps: {found.verdict}."]
     return {"probe": result, "advice": advice, "specs": {"probe": found.spec}}, [probe_section(result)]
+
+
+def _check_several_skips(config: RunConfig, store: Store) -> None:
+    from scalelong import experiment
+    from scalelong.skips.apply import find_skips
+
+    found = len(find_skips(experiment.build_model(experiment.fitted_to(config, store), "meta")))
+    if found < 2:
+        raise ValueError(
+            f"κ acts from the second skip on, and this net has {found}: every κ would train the same run. Give it "
+            "more blocks, such as --set model.changes.num_layers=12."
+        )

@@ -58,6 +58,8 @@ def reproduce(
     from scalelong.reproduce.writing import conclude
 
     wanted = [reproduction_named(name) for name in (NAMES if names == ["all"] else names)]
+    if full:
+        wanted = _with_full(wanted, names == ["all"])
     if from_data:
         for what in wanted:
             _print(what, conclude(what, out / what.name), out, as_json)
@@ -70,6 +72,16 @@ def reproduce(
             if plan is not None and seeds is not None:
                 plan = replace(plan, seeds=tuple(seeds_of(seeds)))
             _one(what, plan, store, out, workers, full, dry_run, as_json)
+
+
+def _with_full(wanted: list[Reproduction], all_of_them: bool) -> list[Reproduction]:
+    """Those that have a full size, or need no runs at all; told before anything is trained."""
+    lacking = [what.name for what in wanted if what.full is None and what.small is not None]
+    if lacking and not all_of_them:
+        raise ValueError(f"{', '.join(lacking)}: beyond the paper, and without --full; leave it out.")
+    if lacking:
+        typer.echo(f"left out, as beyond the paper and without --full: {', '.join(lacking)}.", err=True)
+    return [what for what in wanted if what.name not in lacking]
 
 
 def _one(
@@ -87,14 +99,12 @@ def _one(
     from scalelong.reproduce.running import folders_of, is_done, train_all
     from scalelong.reproduce.writing import conclude, write_data
 
-    if plan is None and full and what.small is not None:
-        raise ValueError(f"{what.name} is beyond the paper and has no --full; leave it out.")
     group = plan.members(out / "runs") if plan else []
     left = [member for member in group if not is_done(member)]
     if dry_run:
         steps = sum(member.config.train.steps for member in left)
         plan_data = {"name": what.name, "runs": len(group), "to train": len(left), "steps": steps}
-        alone = ", one seed each: drawn, mostly not judged" if plan and len(plan.seeds) == 1 else ""
+        alone = ", one seed each: drawn, not judged" if plan and len(plan.seeds) == 1 else ""
         told = f"{what.title}: {len(group)} runs, {len(left)} to train, {steps:,} steps{alone}"
         print_result(plan_data, as_json, told)
         return

@@ -25,9 +25,9 @@ def range_rows(found: dict[str, Any]) -> list[dict[str, str]]:
             {
                 "end": f"{end}: {what}",
                 "Σκ²": f"{mine['sum']:.3f}",
-                "κ": _number(mine["kappa"]),
+                "κ": _number(mine),
                 "paper's Σκ²": f"{paper['sum']:.3g}",
-                "its κ here": _number(paper["kappa"]),
+                "its κ here": _number(paper),
                 "its range": str(found["paper_range"][end == "high"]),
             }
         )
@@ -64,7 +64,7 @@ def merge_rows(found: dict[str, Any]) -> list[dict[str, str]]:
             "gain": f"{merge['gain']:.3g}",
             **({"undone by norm": f"{merge['undone_by_norm']:.0%}"} if normed else {}),
             "‖b∘a‖": f"{merge['pair_gain']:.3g}",
-            "proposed": f"{coefficient:.3g}",
+            "flat": f"{coefficient:.3g}",
             "gain then": f"{flat:.3g}",
         }
         for merge, coefficient, flat in zip(
@@ -74,11 +74,11 @@ def merge_rows(found: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def gain_rows(found: dict[str, Any]) -> list[dict[str, str]]:
-    """The bound of Thm 3.4 per scaling."""
+    """What the sum of Thm 3.4 estimates per scaling."""
     return [
         {
             "scaling": name,
-            "Σ κ_i M_0^i + c_0": f"{value['bound']:.3g}",
+            "Σ κ_i M_0^i + c_0": f"{value['with_m0']:.3g}",
             "with each pair's own gain": f"{value['with_own_gains']:.3g}",
         }
         for name, value in found["predicted"].items()
@@ -130,5 +130,7 @@ def _spread(values: list[float]) -> str:
     return f"{sum(values) / len(values):.4g} ± {(max(values) - min(values)) / 2:.2g}"
 
 
-def _number(kappa: float | None) -> str:
-    return "none below 1" if kappa is None else f"{kappa:.3f}"
+def _number(bound: dict[str, Any]) -> str:
+    if bound["kappa"] is None:
+        return "none below 1" if bound["sum"] > 1 else "none above 0"
+    return f"{bound['kappa']:.3f}"

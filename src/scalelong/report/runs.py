@@ -57,8 +57,8 @@ class Run(Record):
         return pictures[-1] if pictures else None
 
 
-def read_run(folder: Path) -> Run:
-    """Read a run folder; what is missing is named."""
+def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
+    """Read a run folder; what is missing is named. `may_be_empty`: a run that has logged nothing is one too."""
     try:
         config = from_dict(RunConfig, json.loads((folder / "config.json").read_text()))
         environment = json.loads((folder / "environment.json").read_text())
@@ -71,7 +71,7 @@ def read_run(folder: Path) -> Run:
         raise ValueError(f"{folder}: config.json or environment.json is not as train wrote it ({error})") from error
     if not all(isinstance(row, dict) and "step" in row for row in rows):
         raise ValueError(f"{folder / METRICS} is not as train wrote it: every line has a step.")
-    if not rows:
+    if not rows and not may_be_empty:
         raise ValueError(f"{folder} has logged nothing yet; let it train a little first.")
     return Run(rows, folder, config, environment)
 

@@ -106,7 +106,8 @@ def _scatter(rows: list[Any], xlabel: str, ylabel: str, line: Callable[[str, flo
 def _gain(statement: Statement) -> str:
     def panel(where: str, found: dict[str, Any]) -> Callable[[Any], None]:
         def draw(axes: Any) -> None:
-            for colour, key in enumerate(("bound", "skip_sum", "largest", "typical")):
+            keys = [key for key in next(iter(found.values())) if not key.startswith("m0")]
+            for colour, key in enumerate(keys):
                 values = [numbers[key] for numbers in found.values()]
                 axes.plot(range(len(values)), values, "o-", color=f"C{colour}", label=key.replace("_", " "))
             axes.set_xticks(range(len(found)), list(found), rotation=20)

@@ -18,7 +18,8 @@ PAPER = {  # read off at 30k steps; which layer is not stated
 }
 _RULE = (
     "At a depth, the norm of the main path as it meets the outermost skip, mean of the last ten observations, is "
-    "smaller with CS and with LS than without: every seed of the one below every seed of the other."
+    "smaller with CS and with LS than without: every seed of the one below every seed of the other. A "
+    "run that diverged counts as infinite."
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from scalelong.metrics.features import features_named
 from scalelong.reproduce.drawing import colour_of, panels
 from scalelong.reproduce.judging import below
 from scalelong.reproduce.plan import Data, Folders, Reproduction, full, scalings, small
+from scalelong.reproduce.running import diverged
 from scalelong.stability.statements import Statement
 
 LEVELS = (0.0, 0.1, 0.2, 0.4)
+LOST = [math.inf] * len(LEVELS)  # of a run that diverged: its weights draw nothing
 _RULE = (
     "What the largest extra noise adds to the distance is smaller with CS and LS than with none: every seed of the "
-    "one below every seed of the other."
+    "one below every seed of the other. A run that diverged counts as infinite."
 )
 
 
@@ -59,7 +62,7 @@ def collect(folders: Folders, store: Store) -> Data:
 
     curves = {}
     for name, runs in folders.items():
-        curves[name] = [distances(experiment.load_run(folder)) for folder in runs]
+        curves[name] = [LOST if diverged(folder) else distances(experiment.load_run(folder)) for folder in runs]
     return {"measure": "pixel FID" if small_images else "FID-10k", "levels": list(LEVELS), "curves": curves}
 
 
@@ -77,9 +80,14 @@ def draw(data: Data) -> Any:
     return figure
 
 
+def added(run: list[float]) -> float:
+    """What the largest noise adds; a run that diverged has no distance to add to."""
+    return run[-1] - run[0] if math.isfinite(run[0]) else math.inf
+
+
 def judge(data: Data) -> Statement:
     """By how much extra noise worsens samples."""
-    values = {name: [run[-1] - run[0] for run in runs] for name, runs in data["curves"].items()}
+    values = {name: [added(run) for run in runs] for name, runs in data["curves"].items()}
     checks = [below(values, name, "none", f"the scaling is {name}") for name in ("CS", "LS")]
     return Statement(name="fig3c", claim=REPRODUCTION.claim, rule=_RULE, checks=checks)
 

@@ -11,7 +11,9 @@ from scalelong import experiment
 from scalelong.data.random import Stream
 from scalelong.data.store import Store
 from scalelong.reproduce.drawing import panels
+from scalelong.reproduce.judging import told_by
 from scalelong.reproduce.plan import Data, Folders, Reproduction, full, scalings, small
+from scalelong.reproduce.running import diverged
 from scalelong.skips.apply import scaling_of
 from scalelong.stability.statements import Check, Statement
 
@@ -19,13 +21,15 @@ INPUTS = 30
 BAND = (0.5, 0.95)  # the paper's range of κ
 _RULE = (
     "A line through the logarithms of the gates falls with i in every seed, at least like the paper's largest κ, "
-    "0.95; every gate but the outermost, where CS has 1, lies between κ^i of its smallest and largest."
+    "0.95; every gate but the outermost, where CS has 1, lies between κ^i of its smallest and largest. "
+    "A run that diverged has no gates, and counts against both."
 )
 
 
 def collect(folders: Folders, store: Store) -> Data:
-    """The mean gate of each skip, outermost first, of every run."""
-    return {"gates": [mean_gates(experiment.load_run(folder)) for folder in folders["LS"]]}
+    """The mean gate of each skip, outermost first, of every run; None of one that diverged."""
+    runs = folders["LS"]
+    return {"gates": [None if diverged(folder) else mean_gates(experiment.load_run(folder)) for folder in runs]}
 
 
 @torch.no_grad()
@@ -54,9 +58,10 @@ def mean_gates(run: experiment.LoadedRun) -> list[float]:
 def draw(data: Data) -> Any:
     """Gates over the skip's index, in the band of CS."""
     figure, (axes,) = panels(1)
-    index = np.arange(len(data["gates"][0]))
+    trained = [gates for gates in data["gates"] if gates is not None]
+    index = np.arange(len(trained[0]) if trained else 0)
     axes.fill_between(index, BAND[0] ** index, BAND[1] ** index, alpha=0.15, lw=0, label="CS, κ from 0.5 to 0.95")
-    for seed, gates in enumerate(data["gates"]):
+    for seed, gates in enumerate(trained):
         axes.plot(index, gates, "o-", color="C2", ms=4, alpha=0.8, label="LS" if seed == 0 else None)
     axes.set(xlabel="skip (0 = outermost)", ylabel="mean gate", ylim=(0, 1.05))
     axes.legend(frameon=False, fontsize=8)
@@ -65,18 +70,24 @@ def draw(data: Data) -> Any:
 
 def judge(data: Data) -> Statement:
     """Decay, and the band."""
-    slopes = [float(np.polyfit(range(len(gates)), np.log(gates), 1)[0]) for gates in data["gates"]]
-    falls = "κ fitted: " + ", ".join(f"{np.exp(slope):.3f}" for slope in slopes)
-    inside = [
-        BAND[0] ** i <= gate <= BAND[1] ** i for gates in data["gates"] for i, gate in enumerate(gates) if i > 0
-    ]
+    seeds = data["gates"]
+    trained = [gates for gates in seeds if gates is not None]
+    slopes = [float(np.polyfit(range(len(gates)), np.log(gates), 1)[0]) for gates in trained]
+    inside = [BAND[0] ** i <= gate <= BAND[1] ** i for gates in trained for i, gate in enumerate(gates) if i > 0]
+    fitted = "κ fitted: " + ", ".join(f"{np.exp(slope):.3f}" for slope in slopes)
+    lost = f"; {len(seeds) - len(trained)} diverged" if len(trained) < len(seeds) else ""
+    falls = not lost and bool(max(slopes) <= np.log(BAND[1]))
     return Statement(
         name="fig7",
         claim=REPRODUCTION.claim,
         rule=_RULE,
         checks=[
-            Check("the decay is meant", bool(max(slopes) <= np.log(BAND[1])), falls),
-            Check("the band is meant", all(inside), f"{sum(inside)} of {len(inside)} gates inside"),
+            Check("the decay is meant", told_by(seeds, falls), fitted + lost),
+            Check(
+                "the band is meant",
+                told_by(seeds, not lost and all(inside)),
+                f"{sum(inside)} of {len(inside)} gates inside{lost}",
+            ),
         ],
     )
 

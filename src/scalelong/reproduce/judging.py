@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from scalelong.stability.statements import Check
 
@@ -18,7 +19,7 @@ def clearly_below(low: Sequence[float], high: Sequence[float]) -> bool:
 def below(values: Values, better: str, worse: str, where: str | None = None) -> Check:
     """Whether one variant lies clearly below another, with both ranges shown; one seed alone cannot tell."""
     low, high = values[better], values[worse]
-    holds = clearly_below(low, high) if min(len(low), len(high)) > 1 else None
+    holds = told_by(min(low, high, key=len), clearly_below(low, high))
     remark = ""
     if holds is None:
         remark = "; one seed has no spread"
@@ -26,6 +27,11 @@ def below(values: Values, better: str, worse: str, where: str | None = None) -> 
         remark = "; clearly the other way round" if clearly_below(high, low) else "; the ranges overlap"
     found = f"{better} {show(low)}, {worse} {show(high)}{remark}"
     return Check(where or f"{better} against {worse}", holds, found)
+
+
+def told_by(seeds: Sequence[Any], holds: bool) -> bool | None:
+    """What several seeds show; one seed alone cannot tell."""
+    return holds if len(seeds) > 1 else None
 
 
 def luck(won: int, lost: int) -> float:

@@ -10,11 +10,10 @@ from typing import Any
 
 from scalelong.comparison import DIGITS_SETTINGS
 from scalelong.data.store import Store
-from scalelong.report.runs import read_run
 from scalelong.reproduce.drawing import panels
 from scalelong.reproduce.judging import luck
 from scalelong.reproduce.plan import Data, Folders, Plan, Reproduction, Variant
-from scalelong.reproduce.running import DIVERGED
+from scalelong.reproduce.running import DIVERGED, read_ended
 from scalelong.stability.statements import Check, Statement
 
 DEPTHS, RATES, BATCHES = (4, 12, 20), ("3e-3", "1e-2", "3e-2", "1e-1"), (8, 32)
@@ -68,7 +67,7 @@ def collect(folders: Folders, store: Store) -> Data:
     for name, runs in folders.items():
         scaling, depth, rate, batch = name.split(", ")
         for folder in runs:
-            run, ended = read_run(folder), folder / DIVERGED
+            run, ended = read_ended(folder), folder / DIVERGED
             losses = run.series("loss")[1]
             cells.append(
                 {

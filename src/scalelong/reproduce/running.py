@@ -13,7 +13,7 @@ from scalelong.comparison import Member, run_all, run_one
 from scalelong.config import resolved_for
 from scalelong.data.files import write_whole
 from scalelong.data.store import Store
-from scalelong.report.runs import read_run
+from scalelong.report.runs import Run, read_run
 from scalelong.reproduce.plan import Data, Folders
 from scalelong.training.guard import NonFiniteError
 from scalelong.training.log import METRICS, read_metrics
@@ -51,7 +51,7 @@ def is_done(member: Member) -> bool:
     """Whether a run of this very config has come to its end, good or bad."""
     if not (member.folder / METRICS).is_file():
         return False
-    if (member.folder / DIVERGED).is_file():
+    if diverged(member.folder):
         return True
     rows = read_metrics(member.folder)
     judged = member.judging is None or any("quality" in row and row["step"] == _end(member) for row in rows)
@@ -66,31 +66,41 @@ def folders_of(group: Sequence[Member]) -> Folders:
     return found
 
 
+def diverged(folder: Path) -> bool:
+    """Whether a run ended that way."""
+    return (folder / DIVERGED).is_file()
+
+
+def read_ended(folder: Path) -> Run:
+    """A run that has come to its end; one that diverged may have logged nothing before."""
+    return read_run(folder, may_be_empty=diverged(folder))
+
+
 def curves(folders: Folders, *path: str) -> Data:
-    """A logged number of every run: {variant: [{"steps", "values"} of each seed]}."""
-    return {
-        name: [dict(zip(("steps", "values"), read_run(folder).series(*path), strict=True)) for folder in runs]
-        for name, runs in folders.items()
-    }
+    """A logged number of every run: {variant: [{"steps", "values"} of each seed]}; ∞ at the end of who diverged.
+
+    What a run was worth before it diverged is not what it came to.
+    """
+    found: dict[str, list[Data]] = {name: [] for name in folders}
+    for name, runs in folders.items():
+        for folder in runs:
+            steps, values = read_ended(folder).series(*path)
+            if diverged(folder):
+                steps.append(json.loads((folder / DIVERGED).read_text())["step"] + 1)  # the update that failed
+                values.append(float("inf"))
+            found[name].append({"steps": steps, "values": values})
+    return found
 
 
 def quality(folders: Folders) -> Data:
-    """The curves of FID, or of its stand-in on pixels, and which it is; they end at ∞ where a run diverged."""
+    """The curves of FID, or of its stand-in on pixels, and which it is."""
+    every = [folder for runs in folders.values() for folder in runs]
     for key, name in (("fid", "FID-10k"), ("pixel_fid", "pixel FID")):
-        found = curves(folders, "quality", key)
-        if any(run["steps"] for runs in found.values() for run in runs):
-            for variant, runs in folders.items():
-                for folder, curve in zip(runs, found[variant], strict=True):
-                    _end_where_it_diverged(folder, curve)
-            return {"measure": name, "curves": found}
+        if any(read_ended(folder).series("quality", key)[0] for folder in every):
+            return {"measure": name, "curves": curves(folders, "quality", key)}
+    if all(map(diverged, every)):
+        return {"measure": "quality", "curves": curves(folders, "quality")}
     raise ValueError("no run has logged a quality; were they trained with --evaluate-every?")
-
-
-def _end_where_it_diverged(folder: Path, curve: Data) -> None:
-    """What a run was worth before it diverged is not what it came to."""
-    if (folder / DIVERGED).is_file():
-        curve["steps"].append(json.loads((folder / DIVERGED).read_text())["step"] + 1)  # the update that failed
-        curve["values"].append(float("inf"))
 
 
 def final_quality(folders: Folders, store: Store) -> Data:

@@ -6,6 +6,15 @@ from scalelong.stability.calibration import Calibration
 from scalelong.stability.kappa import PAPER_RANGE, Bound
 from scalelong.stability.noise_ratio import UPPER_QUANTILE, RatioAdvice
 
+NOT_TO_PASTE = (
+    "Coefficients that flatten the gain are shown, not recommended: trained with, those of first weights were much "
+    "worse than no scaling (docs/experiment_log.md)."
+)
+NOTHING = (
+    "to paste: nothing. A model by itself recommends no scaling; take κ from images (--data) or from short runs "
+    "(--probe)."
+)
+
 
 def from_data(found: RatioAdvice) -> list[str]:
     """What the ratio says about κ for this number of skips."""
@@ -19,20 +28,31 @@ def from_data(found: RatioAdvice) -> list[str]:
         f"The paper's κ in [{low}, {high}] stands for Σκ² from 1.22 ({_kappa(found.paper_low)}) to 5 "
         f"({_kappa(found.paper_high)}) at this number of skips.",
     ]
-    if found.low.kappa is not None:
-        sentences.append(
-            f"{data_spec(found)} is the middle of the range. The rule is the paper's, a matching of orders of "
-            "magnitude: it says which κ are plausible, not which is best."
-        )
-    return sentences
+    return [*sentences, _data_reason(found)]
 
 
 def data_spec(found: RatioAdvice) -> str:
-    """The middle of the range as a spec; κ = 1 stands for an upper end that no κ reaches."""
-    if found.low.kappa is None:
+    """The middle of the range as a spec; 0 and 1 stand for ends that no κ reaches, none for a range of such."""
+    low, high = found.low.nearest, found.high.nearest
+    if found.num_skips < 2 or low == 1 or high == 0:
         return "none"
-    high = 1.0 if found.high.kappa is None else found.high.kappa
-    return f"cs:{(found.low.kappa + high) / 2:.2g}"
+    return f"cs:{(low + high) / 2:.2g}"
+
+
+def _data_reason(found: RatioAdvice) -> str:
+    if found.num_skips < 2:
+        return "CS begins to scale at the second skip: with one there is no κ to choose."
+    if found.low.nearest == 1:
+        return f"Even the lower end asks for a sum of {found.num_skips} or more: leave the skips as they are."
+    if found.high.nearest == 0:
+        return (
+            "Even the upper end asks for a sum of 1 or less, which the outermost skip has by itself: the rule "
+            "would cut all others, and no spec is made of it."
+        )
+    return (
+        f"{data_spec(found)} is the middle of the range. The rule is the paper's, a matching of orders of "
+        "magnitude: it says which κ are plausible, not which is best."
+    )
 
 
 def from_model(found: Calibration, trained: bool) -> list[str]:
@@ -42,8 +62,9 @@ def from_model(found: Calibration, trained: bool) -> list[str]:
     sentences = [
         f"With these {weights} the skips make the variance at the merges {min(gains):.3g} … {max(gains):.3g} times "
         "that of the main path alone.",
-        f"Proposed: {found.spec}. {_reason(found)}",
+        _flat_sentence(found),
         _gain_sentence(found),
+        _direction_sentence(found),
     ]
     undone = sum(merge.undone_by_norm for merge in found.merges) / len(found.merges)
     if undone > 0:
@@ -65,35 +86,50 @@ def from_model(found: Calibration, trained: bool) -> list[str]:
     return sentences
 
 
-def _reason(found: Calibration) -> str:
+def _flat_sentence(found: Calibration) -> str:
     if found.spec == "none":
         return "No skip brings much more to its merge, against the main path, than another: the gain is flat as is."
     how = (
-        f"κ^i is within a factor of {found.misfit:.2f} of the coefficients that"
+        f"κ^i is within a factor of {found.misfit:.2f} of them"
         if found.spec.startswith("cs:")
-        else f"No κ^i comes near (the best, κ = {found.kappa:.2g}, is {found.misfit:.1f} times off): these numbers"
+        else f"no κ^i comes near (the best, κ = {found.kappa:.2g}, is {found.misfit:.1f} times off)"
     )
     outwards = (
         " They shrink the outer skips most, the opposite of CS: the main path arrives weakest there, as the merges "
-        "before have shrunk it. Such numbers describe first weights; trained with, they were much worse than no "
-        "scaling (docs/experiment_log.md). To keep skips at one size all through training there is skip-norm."
+        "before have shrunk it. To keep skips at one size all through training there is skip-norm."
         if found.merges[0].behind == "linear" and found.coefficients[0] == min(found.coefficients)
         else ""
     )
-    return f"{how} hold every skip to {found.balance:.3g} times the variance of its main path.{outwards}"
+    return (
+        f"{found.spec} would hold every skip to {found.balance:.3g} times the variance of its main path; {how}."
+        f"{outwards} {NOT_TO_PASTE}"
+    )
 
 
 def _gain_sentence(found: Calibration) -> str:
     plain = found.predicted["none"]
-    direction = (
-        "so inner skips count more and CS, which shrinks them most, runs the right way round"
-        if found.m0 > 1
-        else "so inner skips count less by themselves, and Thm 3.4 gives no reason for CS's direction"
-    )
     return (
-        f"M_0 = {found.m0:.3g}, {direction}. Small changes of the input are enlarged {found.largest_gain:.3g} "
-        f"times at most, {found.typical_gain:.3g} typically; Thm 3.4 bounds that by {plain['bound']:.3g} without "
-        f"scaling, by {plain['with_own_gains']:.3g} with each pair's own gain."
+        f"Small changes of the input are enlarged {found.largest_gain:.3g} times in the worst direction found, "
+        f"{found.typical_gain:.3g} times typically. Without scaling the sum of Thm 3.4 estimates "
+        f"{plain['with_m0']:.3g} for the worst with M_0 = {found.m0:.3g}, {plain['with_own_gains']:.3g} with each "
+        "pair's own gain: estimates and no bounds, as they follow each skip's own path alone."
+    )
+
+
+def _direction_sentence(found: Calibration) -> str:
+    """M_0 > 1 does not settle it: where blocks keep the norm M_0 is 4, and reversed has the smaller gain."""
+    (cs, forwards), (turned, backwards) = found.directions.items()
+    pairs = list(zip(forwards, backwards, strict=True))
+    if all(a < b for a, b in pairs):
+        so = f"{cs} has the smaller one at every input"
+    elif all(a > b for a, b in pairs):
+        so = f"{turned} has the smaller one at every input, against Thm 3.4's argument for CS's direction"
+    else:
+        so = "which is smaller depends on the input"
+    means = [sum(gains) / len(gains) for gains in (forwards, backwards)]
+    return (
+        f"Which way round CS should run M_0 alone does not settle. The typical gain with these weights is "
+        f"{means[0]:.3g} with {cs} and {means[1]:.3g} with {turned}: {so}. That is no statement about quality."
     )
 
 
@@ -102,4 +138,6 @@ def _end(name: str, bound: Bound) -> str:
 
 
 def _kappa(bound: Bound) -> str:
-    return f"κ = {bound.kappa:.3f}" if bound.kappa is not None else "no κ in (0, 1)"
+    if bound.kappa is not None:
+        return f"κ = {bound.kappa:.3f}"
+    return "κ → 0, as Σκ² > 1 for every κ > 0" if bound.nearest == 0 else "κ = 1, as Σκ² < N for every κ < 1"

@@ -25,12 +25,13 @@ from scalelong.skips.summary import undone_share
 from scalelong.stability.gain import Jacobian
 
 COMPARED = ("none", "1/sqrt2", "cs:0.7", "cs:0.5")
-MISFIT = 1.25  # a simpler spec is proposed where each of its coefficients is within this factor of the flat one
+DIRECTIONS = ("cs:0.7", "cs-reversed:0.7")
+MISFIT = 1.25  # a simpler spec is named where each of its coefficients is within this factor of the flat one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """One merge as it is, before any proposal; variances per channel, over images and positions."""
+    """One merge as it is; variances per channel, over images and positions."""
 
     index: int
     module: str
@@ -49,14 +50,15 @@ class Merge:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What was measured, the gains that follow from it, and the coefficients that keep the merges' gain flat."""
+    """What was measured, the gains estimated from it, and the coefficients that keep the merges' gain flat."""
 
     merges: list[Merge]
     m0: float  # max_i ‖b_i∘a_i‖
     middle_gain: float  # L_0, of the middle path
     largest_gain: float  # of the whole network as it is, by power iteration
     typical_gain: float
-    predicted: dict[str, dict[str, float]]  # per scaling: the bound of Thm 3.4, and with each pair's own gain
+    predicted: dict[str, dict[str, float]]  # per scaling: the sum of Thm 3.4, and with each pair's own gain
+    directions: dict[str, list[float]]  # the typical gain of each input with CS and with CS reversed, measured
     balance: float  # the most that a skip may bring, over what the main path brings
     coefficients: list[float]
     kappa: float
@@ -80,7 +82,7 @@ def calibrate(
 ) -> Calibration:
     """Measure a model on named inputs; it is left as it was.
 
-    The proposal lets no skip bring more than `balance` times the variance of its main path: by default what the
+    The coefficients let no skip bring more than `balance` times the variance of its main path: by default what the
     smallest brings, so that every merge has the same gain and no skip is enlarged. Gains of small changes are
     measured on `gain_inputs` (the first batch, if there are none), in memory for two derivatives.
     """
@@ -95,6 +97,7 @@ def calibrate(
         pairs, middle = pair_gains(probes, gain_inputs, iterations)
         whole = whole_jacobian(model, gain_inputs)
         largest, typical = whole.largest_gain(iterations).mean().item(), whole.typical_gain().mean().item()
+        directions = direction_gains(probes, gain_inputs)
         balance = min(part / main for main, part in variances) if balance is None else balance
         coefficients, flat = flatten(probes, batches, balance)
         merges = [
@@ -115,6 +118,7 @@ def calibrate(
         middle_gain=middle,
         largest_gain=largest,
         typical_gain=typical,
+        directions=directions,
         balance=balance,
         coefficients=coefficients,
         flat_gains=flat,
@@ -144,15 +148,19 @@ def _concluded(merges: list[Merge], coefficients: list[float], **measured: Any) 
 
 
 def predict_gain(coefficients: Sequence[float], pairs: Sequence[float], middle: float) -> dict[str, float]:
-    """Thm 3.4: Σ κ_i M_0^i + L_0 M_0^N; and the same with each pair's own gain in the place of the largest."""
-    m0, found = max(pairs), {"bound": 0.0, "with_own_gains": 0.0}
+    """Σ κ_i M_0^i + L_0 M_0^N of Thm 3.4; and the same with each pair's own gain in the place of the largest.
+
+    Estimates: no bound, as a decoder block treats main path and skip by different weights, and as
+    ‖b_1 b_2 a_2 a_1‖ may be larger than ‖b_1 a_1‖·‖b_2 a_2‖ (`robustness.counterexample`).
+    """
+    m0, found = max(pairs), {"with_m0": 0.0, "with_own_gains": 0.0}
     own = 1.0
     for i, (c, pair) in enumerate(zip(coefficients, pairs, strict=True)):
         own *= pair
-        found["bound"] += c * m0 ** (i + 1)
+        found["with_m0"] += c * m0 ** (i + 1)
         found["with_own_gains"] += c * own
     return {
-        "bound": found["bound"] + middle * m0 ** len(pairs),
+        "with_m0": found["with_m0"] + middle * m0 ** len(pairs),
         "with_own_gains": found["with_own_gains"] + middle * own,
     }
 
@@ -293,6 +301,21 @@ def pair_gains(probes: Probes, inputs: Mapping[str, Any], iterations: int) -> tu
     gains = [Jacobian(end, start).largest_gain(iterations) for end, start in zip(ends, starts, strict=True)]  # type: ignore[arg-type]
     middle = Jacobian(arrived[last], seen[last]).largest_gain(iterations)  # type: ignore[arg-type]
     return [gain.mean().item() for gain in gains], middle.mean().item()
+
+
+def direction_gains(probes: Probes, inputs: Mapping[str, Any]) -> dict[str, list[float]]:
+    """The whole network's typical gain at each input, with CS and with CS reversed in the place of its scaling."""
+    before, found = [scale.coefficient for scale in probes.scales], {}
+    for name in DIRECTIONS:
+        _set(probes, _constants(name, len(before)))
+        found[name] = whole_jacobian(probes.model, inputs).typical_gain().tolist()
+    _set(probes, before)
+    return found
+
+
+def _set(probes: Probes, coefficients: Sequence[float]) -> None:
+    for scale, coefficient in zip(probes.scales, coefficients, strict=True):
+        scale.coefficient = coefficient
 
 
 def whole_jacobian(model: nn.Module, inputs: Mapping[str, Any]) -> Jacobian:

@@ -42,6 +42,11 @@ class Bound:
     kappa: float | None
     why: str = ""
 
+    @property
+    def nearest(self) -> float:
+        """The κ of [0, 1] that comes nearest to the sum: 0 for 1 or less, 1 for N or more."""
+        return float(self.sum > 1) if self.kappa is None else self.kappa
+
 
 def bound_for(total: float, num_skips: int) -> Bound:
     """The κ of a sum, or why there is none."""

@@ -79,11 +79,14 @@ class Score:
 
     @property
     def beyond_spread(self) -> bool:
-        """The mean difference is larger than the range of the differences over seeds."""
-        if not all(map(math.isfinite, self.differences)):
-            return True
-        mean = sum(self.differences) / len(self.differences)
-        return abs(mean) > max(self.differences) - min(self.differences)
+        """The mean difference is larger than the range over seeds.
+
+        Where runs diverged, all seeds must lie on one side, and those that did not pass the rule among themselves.
+        """
+        if not (all(d > 0 for d in self.differences) or all(d < 0 for d in self.differences)):
+            return False
+        finite = [d for d in self.differences if math.isfinite(d)]
+        return not finite or abs(sum(finite) / len(finite)) > max(finite) - min(finite)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,15 +109,25 @@ def probe(
     """Run all rounds; `train` brings members to their last step. None when it was stopped on the way."""
     kappas, rounds = list(plan.kappas), []
     for steps, count in plan.sizes():
-        kappas = [kappa for kappa in plan.kappas if kappa in kappas[:count] or kappa == 1]
+        kappas = kept(plan.kappas, kappas, count)
         group = round_members(base, kappas, plan.seeds, steps, out)
         waiting = [member for member in group if _reached(member.folder) < steps]
         if waiting and not all(train(waiting)):
             return None
         scores = score_round(group, steps, plan.seeds)
         rounds.append(scores)
-        kappas = [score.kappa for score in sorted(scores, key=lambda score: score.loss)]
+        kappas = ranked(scores)
     return judge(rounds)
+
+
+def ranked(scores: Sequence[Score]) -> list[float]:
+    """The κ of a round, the lowest loss first."""
+    return [score.kappa for score in sorted(scores, key=lambda score: score.loss)]
+
+
+def kept(kappas: Sequence[float], best_first: Sequence[float], count: int) -> list[float]:
+    """Which κ go on: the best, and no scaling always."""
+    return [kappa for kappa in kappas if kappa in best_first[:count] or kappa == 1]
 
 
 def round_members(
@@ -171,11 +184,18 @@ def judge(rounds: list[list[Score]]) -> ProbeResult:
     if not better:
         found = "no κ is better than no scaling" if worse else "no difference"
         return ProbeResult(rounds=rounds, verdict=f"{found} beyond the spread over seeds{also}", spec="none")
-    best = better[0]
-    mean = sum(best.differences) / len(best.differences)
-    half = (max(best.differences) - min(best.differences)) / 2
-    found = f"{best.spec} changes the loss by {mean:+.2g} ± {half:.1g} against no scaling, beyond the spread"
-    return ProbeResult(rounds=rounds, verdict=found + also, spec=best.spec)
+    return ProbeResult(rounds=rounds, verdict=_told(better[0]) + also, spec=better[0].spec)
+
+
+def _told(best: Score) -> str:
+    """By how much the best is better; where no scaling diverged there is no number for it."""
+    finite = [d for d in best.differences if math.isfinite(d)]
+    if not finite:
+        return f"{best.spec} trains, and no scaling diverges in every seed"
+    mean, half = sum(finite) / len(finite), (max(finite) - min(finite)) / 2
+    lost = len(best.differences) - len(finite)
+    also = f"; in {lost} of {len(best.differences)} seeds no scaling diverges" if lost else ""
+    return f"{best.spec} changes the loss by {mean:+.2g} ± {half:.1g} against no scaling, beyond the spread{also}"
 
 
 def spec_of(kappa: float) -> str:
