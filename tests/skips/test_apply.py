@@ -131,7 +131,7 @@ def test_compiled_models_are_refused(compile_):
 
 
 def test_data_parallel_models_are_refused():
-    with pytest.raises(ValueError, match="data-parallel.*before wrapping"):
+    with pytest.raises(ValueError, match="nn.DataParallel; that is not supported.*DistributedDataParallel"):
         scalelong.apply(nn.DataParallel(fresh()), "cs:0.7")
 
 
@@ -146,7 +146,7 @@ def test_ddp_and_fsdp_models_are_refused_and_take_a_scaled_one(process_group):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    with pytest.raises(ValueError, match="data-parallel"):
+    with pytest.raises(ValueError, match="DistributedDataParallel; it synchronises.*then wrap it"):
         scalelong.apply(nn.parallel.DistributedDataParallel(fresh()), "cs:0.7")
     mesh = init_device_mesh("cpu", (1,))
     sharded = fully_shard(fresh("uvit"), mesh=mesh)
@@ -280,9 +280,18 @@ def test_a_removed_handle_says_so():
     handle = scalelong.apply(fresh(), "cs:0.7")
     handle.remove()
     assert "removed" in repr(handle)
-    for use in (handle.remove, handle.summary, handle.fold, handle.coefficients):
+    for use in (handle.summary, handle.fold, handle.coefficients):
         with pytest.raises(ValueError, match="has no scaling any more"):
             use()
+
+
+def test_removing_twice_is_removing_once():
+    model = CASES["uvit"].model()
+    handle = scalelong.apply(model, "cs:0.5", keep_function=True)
+    handle.remove()
+    once = fingerprint(model)
+    handle.remove()
+    assert fingerprint(model) == once
 
 
 def test_summary_has_a_row_per_skip_with_shape_and_coefficient():

@@ -79,7 +79,9 @@ class AppliedScaling:
         return summary.summarise(self, inputs, named_inputs)
 
     def remove(self) -> None:
-        """Take the scaling off, and undo what `keep_function` did to the weights."""
+        """Take the scaling off, and undo what `keep_function` did to the weights. A second time does nothing."""
+        if attached(self.model) is None:
+            return
         if self.keep_function:
             first = first_coefficients(self.scaling, len(self.skips)) or ()
             fold.scale_merge_weights(adapter_for(self.model), self.skips, self.placement, first)
@@ -100,8 +102,7 @@ class AppliedScaling:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if attached(self.model) is not None:
-            self.remove()
+        self.remove()
 
     def __repr__(self) -> str:
         root = attached(self.model)
