@@ -340,7 +340,21 @@ def test_summary_of_gates_shows_their_values_where_inputs_are_given():
         handle.coefficients()
 
 
-def test_only_constants_before_a_group_norm_are_warned_of():
+def test_skip_norm_before_a_group_norm_is_warned_of_like_a_constant():
+    handle = scalelong.apply(fresh(), "skip-norm")
+    with pytest.warns(UserWarning, match=r"undoes .*skip-norm.*another scaling with placement='norm'") as caught:
+        lines = handle.summary(**CASES["unet2d"].inputs).splitlines()
+    assert caught[0].filename == __file__
+    assert lines[-1].startswith("! 97% of the skip channels")
+    for line in lines[2:-1]:
+        computed, measured = (float(cell.rstrip("%")) for cell in line.split()[-2:])
+        assert measured >= 99 if computed == 100 else 50 < measured < computed
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "!" not in scalelong.apply(fresh("uvit"), "skip-norm").summary()
+
+
+def test_gates_before_a_group_norm_are_not_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for spec in ("none", "cs:1", "scalar", "ls", "ie"):
