@@ -249,12 +249,15 @@ def test_a_checkpoint_without_gates_loads_into_a_model_with_them_and_says_so():
     plain, gated = fresh(), fresh()
     scalelong.apply(gated, "ls")
     gates = {k: v.clone() for k, v in gated.state_dict().items() if "skip_scaling" in k}
-    with pytest.warns(UserWarning, match="made without skip gates; the 8 gate tensors keep"):
+    says = r"none of the 8 gate tensors.*made without skip gates, or .* from_pretrained.*scalelong\.load\(folder\)"
+    with pytest.warns(UserWarning, match=says) as caught:
         gated.load_state_dict(plain.state_dict())
+    assert caught[0].filename == __file__
     assert all(torch.equal(gated.state_dict()[k], v) for k, v in gates.items())
     whole = nn.ModuleDict({"unet": gated, "other": nn.Linear(1, 1)})
-    with pytest.warns(UserWarning, match="made without skip gates"):
+    with pytest.warns(UserWarning, match="made without skip gates") as caught:
         whole.load_state_dict({k: v for k, v in whole.state_dict().items() if "skip_scaling" not in k})
+    assert caught[0].filename == __file__
     half = gated.state_dict()
     half.pop("skip_scaling.gates.32.layer1.bias")
     with pytest.raises(RuntimeError, match=r"Missing key.*skip_scaling\.gates\.32\.layer1\.bias"):

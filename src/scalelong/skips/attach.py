@@ -7,6 +7,7 @@ the gates that skips share (registered twice, safetensors would refuse to save t
 from __future__ import annotations
 
 import importlib
+import inspect
 import warnings
 from typing import Any
 
@@ -106,16 +107,29 @@ def adapter_for(model: nn.Module) -> Adapter:
 
 
 def _accept_missing_gates(model: nn.Module, keys: Any) -> None:
-    """A checkpoint from before the gates were there loads, and says so; one with half of them does not."""
+    """A state dict without gates loads, and says so; one with half of them does not.
+
+    It may come from before the gates were there, or from a model that lost them in loading: nothing in it tells.
+    """
     gates = [name for name, _ in model.named_parameters() if is_gate_key(name)]
     # As part of a larger module, the model's keys carry that module's prefix.
     missing = [key for key in keys.missing_keys if any(f".{key}".endswith(f".{gate}") for gate in gates)]
     if gates and len(missing) == len(gates):
         keys.missing_keys[:] = [key for key in keys.missing_keys if key not in missing]
         warnings.warn(
-            f"the checkpoint was made without skip gates; the {len(gates)} gate tensors keep their first values.",
-            stacklevel=2,
+            f"the state dict holds none of the {len(gates)} gate tensors, which keep the values they have: it was "
+            "made without skip gates, or it comes from a model that plain from_pretrained loaded, which drops "
+            "them; scalelong.load(folder) keeps them.",
+            stacklevel=_frames_to_the_caller(),
         )
+
+
+def _frames_to_the_caller() -> int:
+    """The `stacklevel` that names the line outside torch and this package from which all this was called."""
+    level, frame = 1, inspect.currentframe()
+    while frame and frame.f_back and frame.f_globals["__name__"].split(".")[0] in ("torch", "scalelong"):
+        level, frame = level + 1, frame.f_back
+    return level - 1  # not counting this function's own frame
 
 
 def is_gate_key(name: str) -> bool:
