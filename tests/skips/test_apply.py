@@ -196,6 +196,59 @@ def test_peft_models_are_refused_but_a_scaled_one_takes_lora():
         torch.testing.assert_close(case.call(adapted.merge_and_unload(), torch.float64), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("spec", "placement", "copied"),
+    [("ls", "concat", "skip_scaling"), ("ls", "norm", "skip_scaling"), ("ls-per-skip", "norm", "skip_scale")],
+)
+def test_peft_is_refused_a_copy_of_gates_that_nobody_would_ask(spec, placement, copied):
+    import peft
+
+    model = fresh("sd15")
+    scalelong.apply(model, spec, placement=placement)
+    lora = peft.LoraConfig(target_modules=["to_q"], modules_to_save=[copied], r=2)
+    with pytest.raises(ValueError, match=r"copied with the model.*modules_to_save.*requires_grad_.*state_dict\(\)"):
+        peft.get_peft_model(model, lora)
+
+
+def test_peft_may_copy_a_gate_that_its_block_alone_asks():
+    import peft
+
+    model = fresh("sd15")
+    scalelong.apply(model, "ls-per-skip")
+    lora = peft.LoraConfig(target_modules=["to_q"], modules_to_save=["skip_scale"], r=2)
+    adapted = peft.get_peft_model(model, lora)
+    CASES["sd15"].call(adapted).square().sum().backward()
+    gates = [p for name, p in adapted.named_parameters() if "modules_to_save" in name]
+    assert gates
+    assert all(gate.grad.any() for gate in gates)
+
+
+@pytest.mark.parametrize("spec", ["ls", "ls-per-skip", "scalar"])
+@pytest.mark.parametrize("placement", ["concat", "norm"])
+def test_gates_train_and_are_saved_beside_lora(tmp_path, spec, placement):
+    import peft
+
+    def adapt(model):
+        handle = scalelong.apply(model, spec, placement=placement, keep_function=True)
+        return handle, peft.get_peft_model(model, peft.LoraConfig(target_modules=["to_q"], r=2))
+
+    case = CASES["sd15"]
+    handle, adapted = adapt(fresh("sd15"))
+    assert not any(p.requires_grad for p in handle.parameters())  # PEFT freezes all but its own
+    for parameter in handle.parameters():
+        parameter.requires_grad_()
+    case.call(adapted).square().sum().backward()
+    torch.optim.SGD(handle.parameters(), 1e-2).step()
+    adapted.save_pretrained(tmp_path)
+    again, loaded = adapt(fresh("sd15"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*gate")
+        loaded.load_adapter(tmp_path, "default")
+    assert not torch.equal(case.call(loaded), case.call(adapted))
+    again.load_state_dict(handle.state_dict())
+    assert torch.equal(case.call(loaded), case.call(adapted))
+
+
 # Warnings
 
 
@@ -286,6 +339,17 @@ def test_a_removed_handle_says_so():
     for use in (handle.summary, handle.fold, handle.coefficients):
         with pytest.raises(ValueError, match="has no scaling any more"):
             use()
+
+
+def test_a_state_of_another_scaling_is_refused_and_changes_nothing():
+    model, other = fresh(), fresh()
+    handle, state = scalelong.apply(model, "ls"), scalelong.apply(other, "ls:ratio=4").state_dict()
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=r"the state of 'ls' .* has 8 tensors.*gates\.32\.layer1\.bias"):
+        handle.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"differs in skip_scaling\.gates\.32\.layer1\.bias, "):
+        handle.load_state_dict({})
+    assert fingerprint(model) == before
 
 
 def test_removing_twice_is_removing_once():

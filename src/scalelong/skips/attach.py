@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from scalelong.skips import hooks
-from scalelong.skips.scalers import SkipScale, build_scales
+from scalelong.skips.scalers import SkipScale, build_scales, copy_parts, refuse_a_copy_alone
 from scalelong.skips.sites import Adapter, LongSkip, UnsupportedModelError
 from scalelong.skips.spec import Scaling
 
@@ -38,6 +38,10 @@ class SkipScaling(nn.Module):
         self.keep_function = keep_function
         self.gates = gates
         self.hook_handles: list[RemovableHandle] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        refuse_a_copy_alone(memo)
+        return copy_parts(self, memo)
 
     def extra_repr(self) -> str:
         """The spec and the placement, for printing the model."""
@@ -110,12 +114,13 @@ def _accept_missing_gates(model: nn.Module, keys: Any) -> None:
     """A state dict without gates loads, and says so; one with half of them does not.
 
     It may come from before the gates were there, or from a model that lost them in loading: nothing in it tells.
+    One that lacks more than gates is a part of a state, as LoRA's is, or an error that torch raises.
     """
     gates = [name for name, _ in model.named_parameters() if is_gate_key(name)]
     # As part of a larger module, the model's keys carry that module's prefix.
     missing = [key for key in keys.missing_keys if any(f".{key}".endswith(f".{gate}") for gate in gates)]
-    if gates and len(missing) == len(gates):
-        keys.missing_keys[:] = [key for key in keys.missing_keys if key not in missing]
+    if gates and len(missing) == len(gates) == len(keys.missing_keys):
+        keys.missing_keys.clear()
         warnings.warn(
             f"the state dict holds none of the {len(gates)} gate tensors, which keep the values they have: it was "
             "made without skip gates, or it comes from a model that plain from_pretrained loaded, which drops "
