@@ -1,4 +1,6 @@
+import copy
 import json
+import warnings
 
 import pytest
 import torch
@@ -135,3 +137,56 @@ def test_a_class_of_ones_own_is_given(saved):
 def test_loading_info_is_not_returned(saved):
     with pytest.raises(ValueError, match="returns the model alone"):
         scalelong.load(saved[1], output_loading_info=True)
+
+
+def test_a_folder_of_diffusers_ema_names_the_gates_that_it_left_out(saved):
+    from diffusers import UNet2DModel
+    from diffusers.training_utils import EMAModel
+
+    model, folder = saved
+    EMAModel(model.parameters(), model_cls=UNet2DModel, model_config=model.config).save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"EMAModel\.save_pretrained leaves gates out.*ema\.copy_to"):
+        scalelong.load(folder)
+
+
+@pytest.mark.parametrize("spec", ["ls", "ls-per-skip"])
+def test_gates_and_their_average_survive_the_hooks_of_a_diffusers_script(tmp_path, spec):
+    from accelerate import Accelerator
+    from diffusers.training_utils import EMAModel
+
+    def set_gates(model, value):
+        for parameter in scalelong.scaling_of(model).parameters():
+            torch.nn.init.constant_(parameter, value)
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(CASES["unet2d"].make())
+    scalelong.apply(model, spec)
+    set_gates(model, 0.5)
+    ema = EMAModel(model.parameters())
+
+    def save_hook(models, weights, folder):
+        for model in models:
+            model.save_pretrained(f"{folder}/unet")
+            weights.pop()
+        torch.save(ema.state_dict(), f"{folder}/ema.pt")
+
+    def load_hook(models, folder):
+        while models:
+            models.pop().load_state_dict(scalelong.load(folder, subfolder="unet").state_dict())
+        ema.load_state_dict(torch.load(f"{folder}/ema.pt"))
+
+    accelerator.register_save_state_pre_hook(save_hook)
+    accelerator.register_load_state_pre_hook(load_hook)
+    set_gates(model, 0.125)
+    accelerator.save_state(tmp_path)
+    set_gates(model, 3.0)
+    ema.shadow_params = [torch.zeros_like(p) for p in ema.shadow_params]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*gate")
+        accelerator.load_state(tmp_path)
+    assert all((p == 0.125).all() for p in scalelong.scaling_of(model).parameters())
+    averaged = copy.deepcopy(model)
+    ema.copy_to(averaged.parameters())
+    averaged.save_pretrained(tmp_path / "averaged")
+    loaded = scalelong.load(tmp_path / "averaged")
+    assert all((p == 0.5).all() for p in scalelong.scaling_of(loaded).parameters())

@@ -65,11 +65,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'scalelong' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
+        raise AttributeError(f"module 'scalelong' has no attribute {name!r}; it has {', '.join(__all__)}")
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return list(__all__)

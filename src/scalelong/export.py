@@ -1,4 +1,4 @@
-"""A run as a diffusers pipeline folder, and the way back: `load_pipeline`."""
+"""A run as a diffusers pipeline folder. `load_pipeline` opens such a folder, or any of diffusers', scaled."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from scalelong.diffusion.sampling import scheduler_for
 from scalelong.diffusion.solvers import EDM_SIGMAS
 from scalelong.diffusion.targets import SIGMA_DATA
 from scalelong.experiment import LoadedRun, autoencoder_of, encoder_of, process_of
-from scalelong.saving import load
+from scalelong.saving import load, read_config, recorded_scaling
 from scalelong.skips.apply import scaling_of
 
 INDEX = "model_index.json"
+_OURS = ["pipeline", "ScaleLongPipeline"]  # the file that an exported folder carries, and its class
 _SETTINGS = ("num_classes", "null_class", "text_len", "reads_padding", "null_text", "process", "target")
 _SCHEDULERS = ("DDIMScheduler", "EDMDPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
 
@@ -122,24 +123,71 @@ def _carry_code(folder: Path, cls: type) -> None:
 
 
 def load_pipeline(folder: str | Path) -> Any:
-    """The pipeline that `scalelong export` wrote, its scaling included. No code from the folder is run."""
+    """A pipeline folder of diffusers, with the scaling of every component that was saved with one.
+
+    It opens what `scalelong export` wrote and what a stock pipeline's `save_pretrained` did. No code from the
+    folder is run.
+    """
+    folder = Path(folder)
+    index = _read_index(folder)
+    if index["_class_name"] == _OURS:
+        return _load_ours(folder, index)
+    cls = _stock_class(folder, index)
+    components = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry[0]}
+    for name, (library, _) in components.items():
+        if (folder / name / f"{library}.py").is_file():
+            raise ValueError(f"{folder / name} carries code of its own, {library}.py. {_by_hand(folder)}")
+    scaled = {name: load(folder, subfolder=name) for name in components if _was_scaled(folder / name)}
+    return cls.from_pretrained(folder, **scaled)
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    if not (folder / INDEX).is_file():
+        raise ValueError(
+            f"{folder} is no pipeline: it has no {INDEX}. A pipeline's save_pretrained makes one, and so does "
+            f"scalelong export RUN --out {folder}."
+        )
+    index: dict[str, Any] = json.loads((folder / INDEX).read_text())
+    return index
+
+
+def _stock_class(folder: Path, index: dict[str, Any]) -> Any:
+    import diffusers
+
+    name = index["_class_name"]
+    if not isinstance(name, str):
+        raise ValueError(f"{folder} carries a pipeline of its own, {name}. {_by_hand(folder)}")
+    if not hasattr(diffusers, name):
+        raise ValueError(
+            f"{folder / INDEX} names the pipeline {name!r}, which diffusers {diffusers.__version__} does not "
+            "have; install one that has it."
+        )
+    return getattr(diffusers, name)
+
+
+def _by_hand(folder: Path) -> str:
+    return (
+        "load_pipeline runs no code from a folder; if you trust it: diffusers.DiffusionPipeline.from_pretrained("
+        f"{str(folder)!r}, trust_remote_code=True, unet=scalelong.load({str(folder)!r}, subfolder='unet'))."
+    )
+
+
+def _was_scaled(component: Path) -> bool:
+    """Whether a component's config names a scaling; tokenizers, schedulers and transformers' models name none."""
+    file = component / "config.json"
+    return (
+        file.is_file()
+        and "_class_name" in json.loads(file.read_text())
+        and recorded_scaling(read_config(component)) is not None
+    )
+
+
+def _load_ours(folder: Path, index: dict[str, Any]) -> Any:
+    """By our own class, not by the copy of it that the folder carries."""
     import diffusers
 
     from scalelong.pipeline import ScaleLongPipeline
 
-    folder = Path(folder)
-    if not (folder / INDEX).is_file():
-        raise ValueError(
-            f"{folder} is no pipeline: it has no {INDEX}. scalelong export RUN --out {folder} makes one."
-        )
-    index = json.loads((folder / INDEX).read_text())
-    name = index["_class_name"]
-    ours = name == ["pipeline", ScaleLongPipeline.__name__]
-    if not ours and name != "DDIMPipeline":
-        raise ValueError(
-            f"load_pipeline opens what scalelong export wrote, and {folder} holds a {name}; use "
-            "diffusers.DiffusionPipeline.from_pretrained."
-        )
     scheduler_name = index["scheduler"][1]
     if scheduler_name not in _SCHEDULERS:
         raise ValueError(
@@ -148,8 +196,6 @@ def load_pipeline(folder: str | Path) -> Any:
         )
     scheduler = getattr(diffusers, scheduler_name).from_pretrained(folder, subfolder="scheduler")
     unet = load(folder, subfolder="unet")
-    if not ours:
-        return diffusers.DDIMPipeline(unet, scheduler)
     vae = load_autoencoder(folder / "vae").network if index.get("vae", [None])[0] else None
     settings = {name: index[name] for name in _SETTINGS if name in index}
     if index.get("text_encoder", [None])[0] is not None:

@@ -80,7 +80,8 @@ def _check_gates(missing: set[str], scaling: str) -> None:
     if missing:
         raise ValueError(
             f"config.json names the scaling {scaling!r}, but the weights lack {', '.join(sorted(missing))}: "
-            "the file was not written by this model's save_pretrained. Save the model again, gates included."
+            "the file was not written by this model's save_pretrained (diffusers' EMAModel.save_pretrained leaves "
+            "gates out). Save the model itself, for an EMA after ema.copy_to(model.parameters())."
         )
 
 

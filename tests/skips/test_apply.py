@@ -131,7 +131,7 @@ def test_compiled_models_are_refused(compile_):
 
 
 def test_data_parallel_models_are_refused():
-    with pytest.raises(ValueError, match="data-parallel.*before wrapping"):
+    with pytest.raises(ValueError, match="nn.DataParallel; that is not supported.*DistributedDataParallel"):
         scalelong.apply(nn.DataParallel(fresh()), "cs:0.7")
 
 
@@ -146,7 +146,7 @@ def test_ddp_and_fsdp_models_are_refused_and_take_a_scaled_one(process_group):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    with pytest.raises(ValueError, match="data-parallel"):
+    with pytest.raises(ValueError, match="DistributedDataParallel; it synchronises.*then wrap it"):
         scalelong.apply(nn.parallel.DistributedDataParallel(fresh()), "cs:0.7")
     mesh = init_device_mesh("cpu", (1,))
     sharded = fully_shard(fresh("uvit"), mesh=mesh)
@@ -194,6 +194,59 @@ def test_peft_models_are_refused_but_a_scaled_one_takes_lora():
         assert not torch.allclose(want, plain)
         # Merged into the weights LoRA reads the scaled skip; so it must before.
         torch.testing.assert_close(case.call(adapted.merge_and_unload(), torch.float64), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "placement", "copied"),
+    [("ls", "concat", "skip_scaling"), ("ls", "norm", "skip_scaling"), ("ls-per-skip", "norm", "skip_scale")],
+)
+def test_peft_is_refused_a_copy_of_gates_that_nobody_would_ask(spec, placement, copied):
+    import peft
+
+    model = fresh("sd15")
+    scalelong.apply(model, spec, placement=placement)
+    lora = peft.LoraConfig(target_modules=["to_q"], modules_to_save=[copied], r=2)
+    with pytest.raises(ValueError, match=r"copied with the model.*modules_to_save.*requires_grad_.*state_dict\(\)"):
+        peft.get_peft_model(model, lora)
+
+
+def test_peft_may_copy_a_gate_that_its_block_alone_asks():
+    import peft
+
+    model = fresh("sd15")
+    scalelong.apply(model, "ls-per-skip")
+    lora = peft.LoraConfig(target_modules=["to_q"], modules_to_save=["skip_scale"], r=2)
+    adapted = peft.get_peft_model(model, lora)
+    CASES["sd15"].call(adapted).square().sum().backward()
+    gates = [p for name, p in adapted.named_parameters() if "modules_to_save" in name]
+    assert gates
+    assert all(gate.grad.any() for gate in gates)
+
+
+@pytest.mark.parametrize("spec", ["ls", "ls-per-skip", "scalar"])
+@pytest.mark.parametrize("placement", ["concat", "norm"])
+def test_gates_train_and_are_saved_beside_lora(tmp_path, spec, placement):
+    import peft
+
+    def adapt(model):
+        handle = scalelong.apply(model, spec, placement=placement, keep_function=True)
+        return handle, peft.get_peft_model(model, peft.LoraConfig(target_modules=["to_q"], r=2))
+
+    case = CASES["sd15"]
+    handle, adapted = adapt(fresh("sd15"))
+    assert not any(p.requires_grad for p in handle.parameters())  # PEFT freezes all but its own
+    for parameter in handle.parameters():
+        parameter.requires_grad_()
+    case.call(adapted).square().sum().backward()
+    torch.optim.SGD(handle.parameters(), 1e-2).step()
+    adapted.save_pretrained(tmp_path)
+    again, loaded = adapt(fresh("sd15"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*gate")
+        loaded.load_adapter(tmp_path, "default")
+    assert not torch.equal(case.call(loaded), case.call(adapted))
+    again.load_state_dict(handle.state_dict())
+    assert torch.equal(case.call(loaded), case.call(adapted))
 
 
 # Warnings
@@ -249,12 +302,15 @@ def test_a_checkpoint_without_gates_loads_into_a_model_with_them_and_says_so():
     plain, gated = fresh(), fresh()
     scalelong.apply(gated, "ls")
     gates = {k: v.clone() for k, v in gated.state_dict().items() if "skip_scaling" in k}
-    with pytest.warns(UserWarning, match="made without skip gates; the 8 gate tensors keep"):
+    says = r"none of the 8 gate tensors.*made without skip gates, or .* from_pretrained.*scalelong\.load\(folder\)"
+    with pytest.warns(UserWarning, match=says) as caught:
         gated.load_state_dict(plain.state_dict())
+    assert caught[0].filename == __file__
     assert all(torch.equal(gated.state_dict()[k], v) for k, v in gates.items())
     whole = nn.ModuleDict({"unet": gated, "other": nn.Linear(1, 1)})
-    with pytest.warns(UserWarning, match="made without skip gates"):
+    with pytest.warns(UserWarning, match="made without skip gates") as caught:
         whole.load_state_dict({k: v for k, v in whole.state_dict().items() if "skip_scaling" not in k})
+    assert caught[0].filename == __file__
     half = gated.state_dict()
     half.pop("skip_scaling.gates.32.layer1.bias")
     with pytest.raises(RuntimeError, match=r"Missing key.*skip_scaling\.gates\.32\.layer1\.bias"):
@@ -280,9 +336,29 @@ def test_a_removed_handle_says_so():
     handle = scalelong.apply(fresh(), "cs:0.7")
     handle.remove()
     assert "removed" in repr(handle)
-    for use in (handle.remove, handle.summary, handle.fold, handle.coefficients):
+    for use in (handle.summary, handle.fold, handle.coefficients):
         with pytest.raises(ValueError, match="has no scaling any more"):
             use()
+
+
+def test_a_state_of_another_scaling_is_refused_and_changes_nothing():
+    model, other = fresh(), fresh()
+    handle, state = scalelong.apply(model, "ls"), scalelong.apply(other, "ls:ratio=4").state_dict()
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=r"the state of 'ls' .* has 8 tensors.*gates\.32\.layer1\.bias"):
+        handle.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"differs in skip_scaling\.gates\.32\.layer1\.bias, "):
+        handle.load_state_dict({})
+    assert fingerprint(model) == before
+
+
+def test_removing_twice_is_removing_once():
+    model = CASES["uvit"].model()
+    handle = scalelong.apply(model, "cs:0.5", keep_function=True)
+    handle.remove()
+    once = fingerprint(model)
+    handle.remove()
+    assert fingerprint(model) == once
 
 
 def test_summary_has_a_row_per_skip_with_shape_and_coefficient():
@@ -331,7 +407,21 @@ def test_summary_of_gates_shows_their_values_where_inputs_are_given():
         handle.coefficients()
 
 
-def test_only_constants_before_a_group_norm_are_warned_of():
+def test_skip_norm_before_a_group_norm_is_warned_of_like_a_constant():
+    handle = scalelong.apply(fresh(), "skip-norm")
+    with pytest.warns(UserWarning, match=r"undoes .*skip-norm.*another scaling with placement='norm'") as caught:
+        lines = handle.summary(**CASES["unet2d"].inputs).splitlines()
+    assert caught[0].filename == __file__
+    assert lines[-1].startswith("! 97% of the skip channels")
+    for line in lines[2:-1]:
+        computed, measured = (float(cell.rstrip("%")) for cell in line.split()[-2:])
+        assert measured >= 99 if computed == 100 else 50 < measured < computed
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "!" not in scalelong.apply(fresh("uvit"), "skip-norm").summary()
+
+
+def test_gates_before_a_group_norm_are_not_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for spec in ("none", "cs:1", "scalar", "ls", "ie"):

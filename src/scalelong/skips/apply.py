@@ -125,8 +125,17 @@ def _refuse_wrapped(model: nn.Module) -> None:
     how = None
     if is_compiled(model):
         how = ("compiled", "apply to the plain model, then compile it")
-    elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        how = ("wrapped for data-parallel training", "apply to model.module before wrapping it")
+    elif isinstance(model, nn.DataParallel):
+        how = (
+            "wrapped in nn.DataParallel",
+            "that is not supported, because its replicas would ask the original's gates: apply to the plain model "
+            "and wrap it in nn.parallel.DistributedDataParallel",
+        )
+    elif isinstance(model, nn.parallel.DistributedDataParallel):
+        how = (
+            "wrapped in DistributedDataParallel",
+            "it synchronises only what was there when it was wrapped: apply to the plain model, then wrap it",
+        )
     elif is_sharded(model):
         how = ("sharded by FSDP", "apply before sharding it")
     elif any(cls.__module__.split(".")[0] == "peft" for cls in ancestors):

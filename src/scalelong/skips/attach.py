@@ -7,14 +7,15 @@ the gates that skips share (registered twice, safetensors would refuse to save t
 from __future__ import annotations
 
 import importlib
+import inspect
 import warnings
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from scalelong.skips import hooks
-from scalelong.skips.scalers import SkipScale, build_scales
+from scalelong.skips.scalers import SkipScale, build_scales, copy_parts, refuse_a_copy_alone
 from scalelong.skips.sites import Adapter, LongSkip, UnsupportedModelError
 from scalelong.skips.spec import Scaling
 
@@ -40,6 +41,10 @@ class SkipScaling(nn.Module):
         self.keep_function = keep_function
         self.gates = gates
         self.hook_handles: list[RemovableHandle] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        refuse_a_copy_alone(memo)
+        return copy_parts(self, memo)
 
     def extra_repr(self) -> str:
         """The spec and the placement, for printing the model."""
@@ -109,16 +114,30 @@ def adapter_for(model: nn.Module) -> Adapter:
 
 
 def _accept_missing_gates(model: nn.Module, keys: Any) -> None:
-    """A checkpoint from before the gates were there loads, and says so; one with half of them does not."""
+    """A state dict without gates loads, and says so; one with half of them does not.
+
+    It may come from before the gates were there, or from a model that lost them in loading: nothing in it tells.
+    One that lacks more than gates is a part of a state, as LoRA's is, or an error that torch raises.
+    """
     gates = [name for name, _ in model.named_parameters() if is_gate_key(name)]
     # As part of a larger module, the model's keys carry that module's prefix.
     missing = [key for key in keys.missing_keys if any(f".{key}".endswith(f".{gate}") for gate in gates)]
-    if gates and len(missing) == len(gates):
-        keys.missing_keys[:] = [key for key in keys.missing_keys if key not in missing]
+    if gates and len(missing) == len(gates) == len(keys.missing_keys):
+        keys.missing_keys.clear()
         warnings.warn(
-            f"the checkpoint was made without skip gates; the {len(gates)} gate tensors keep their first values.",
-            stacklevel=2,
+            f"the state dict holds none of the {len(gates)} gate tensors, which keep the values they have: it was "
+            "made without skip gates, or it comes from a model that plain from_pretrained loaded, which drops "
+            "them; scalelong.load(folder) keeps them.",
+            stacklevel=_frames_to_the_caller(),
         )
+
+
+def _frames_to_the_caller() -> int:
+    """The `stacklevel` that names the line outside torch and this package from which all this was called."""
+    level, frame = 1, inspect.currentframe()
+    while frame and frame.f_back and frame.f_globals["__name__"].split(".")[0] in ("torch", "scalelong"):
+        level, frame = level + 1, frame.f_back
+    return level - 1  # not counting this function's own frame
 
 
 def is_gate_key(name: str) -> bool:

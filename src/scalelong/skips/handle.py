@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.skips import fold, summary
-from scalelong.skips.attach import SkipScaling, adapter_for, attached, detach
+from scalelong.skips.attach import SkipScaling, adapter_for, attached, detach, is_gate_key
 from scalelong.skips.scalers import LearnedScale, SkipScale, first_coefficients
 from scalelong.skips.sites import LongSkip
 from scalelong.skips.spec import Scaling
@@ -52,6 +53,23 @@ class AppliedScaling:
         modules = nn.ModuleList([*self.scales, self._root])
         return list(modules.parameters())
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that the scaling has learned, by its names in the model: to be saved beside LoRA's own weights."""
+        return {name: tensor for name, tensor in self.model.state_dict().items() if is_gate_key(name)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `state_dict` gave, all of it or nothing."""
+        own = self.state_dict()
+        shapes, given = ({name: tensor.shape for name, tensor in s.items()} for s in (own, state))
+        if wrong := sorted({name for name, _ in shapes.items() ^ given.items()}):
+            raise ValueError(
+                f"the state of {str(self.scaling)!r} on this model has {len(own)} tensors, and what was given "
+                f"differs in {', '.join(wrong)}; apply the scaling that the state was saved from."
+            )
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+
     def coefficients(self, *inputs: Any, **named_inputs: Any) -> list[Tensor]:
         """One tensor per skip, outermost first: a 0-d one for a number, [B, width] for a gate.
 
@@ -79,7 +97,9 @@ class AppliedScaling:
         return summary.summarise(self, inputs, named_inputs)
 
     def remove(self) -> None:
-        """Take the scaling off, and undo what `keep_function` did to the weights."""
+        """Take the scaling off, and undo what `keep_function` did to the weights. A second time does nothing."""
+        if attached(self.model) is None:
+            return
         if self.keep_function:
             first = first_coefficients(self.scaling, len(self.skips)) or ()
             fold.scale_merge_weights(adapter_for(self.model), self.skips, self.placement, first)
@@ -100,8 +120,7 @@ class AppliedScaling:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if attached(self.model) is not None:
-            self.remove()
+        self.remove()
 
     def __repr__(self) -> str:
         root = attached(self.model)

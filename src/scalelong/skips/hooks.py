@@ -49,6 +49,7 @@ def unlink(block: nn.Module) -> None:
 def _link(module: nn.Module, skip: LongSkip) -> None:
     # Into __dict__, past nn.Module's own bookkeeping: the scale is registered on the block, and only there.
     scale = skip.block.skip_scale
+    scale.is_linked = True
     module.__dict__[_LINK] = Link(scale, skip.main_channels, skip.shape.channel_dim)
 
 

@@ -5,9 +5,10 @@ Each is called with the skip and returns the coefficient, broadcastable to it; t
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from scalelong.skips.sites import SkipShape
 from scalelong.skips.spec import IE, LS, ConstantScaling, LearnedScalar, Scaling, SkipNorm, parse_scaling
 
+_Module = TypeVar("_Module", bound=nn.Module)
 _EPS = 1e-6  # a skip of zeros stays one
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "elu": nn.ELU, "mish": nn.Mish}
 
@@ -23,10 +25,34 @@ class SkipScale(nn.Module):
     """One skip's coefficient. `reads_skip`: whether it depends on the skip, or could be moved into weights."""
 
     reads_skip = False
+    is_linked = False  # whether modules beside the block that owns it hold it too
 
     def number(self) -> float | None:
         """The coefficient as a number; None where it depends on the skip."""
         return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if self.is_linked:
+            refuse_a_copy_alone(memo)
+        return copy_parts(self, memo)
+
+
+def refuse_a_copy_alone(memo: dict[int, Any]) -> None:
+    """Nothing was copied before it: then those who hold the original would go on asking it, not the copy."""
+    if not memo:
+        raise ValueError(
+            "what scales a model's skips is copied with the model, never alone: the blocks would go on asking the "
+            "original. With PEFT leave it out of modules_to_save; after get_peft_model, requires_grad_() on each "
+            "of scalelong.scaling_of(model).parameters() trains it, and .state_dict() saves it."
+        )
+
+
+def copy_parts(module: _Module, memo: dict[int, Any]) -> _Module:
+    """What `copy.deepcopy` does with a module that has no `__deepcopy__`."""
+    twin = type(module).__new__(type(module))
+    memo[id(module)] = twin
+    twin.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    return twin
 
 
 class FixedScale(SkipScale):

@@ -46,9 +46,8 @@ def summarise(handle: AppliedScaling, inputs: Sequence[Any], named_inputs: Mappi
         f"{len(skips)} long skips, outermost first"
     )
     lines = [title, *format_table(rows)]
-    a_constant_acts = any(scale.number() not in (None, 1) for scale in scales)
-    if at_concat_before_norm and a_constant_acts and (advice := _advice(skips, undone)):
-        warnings.warn(advice, stacklevel=4)
+    if at_concat_before_norm and (advice := _advice(skips, scales, undone)):
+        warnings.warn(advice, stacklevel=3)
         lines.append(f"! {advice}")
     return "\n".join(lines)
 
@@ -155,14 +154,19 @@ def _normalise(norm: nn.Module | None, x: Tensor) -> Tensor:
     return F.layer_norm(x, norm.normalized_shape, eps=norm.eps)
 
 
-def _advice(skips: Sequence[LongSkip], undone: Sequence[float]) -> str:
+def _advice(skips: Sequence[LongSkip], scales: Sequence[SkipScale], undone: Sequence[float]) -> str:
+    """What to do where all channels of a skip are multiplied by one number and a norm divides it out again."""
+    by_size = any(isinstance(scale, NormScale) for scale in scales)
     channels = [skip.shape.channels for skip in skips]
     share = sum(u * c for u, c in zip(undone, channels, strict=True)) / sum(channels)
-    if not share:
+    if not share or not (by_size or any(scale.number() not in (None, 1) for scale in scales)):
         return ""
+    what, instead = "a constant", "placement='norm' scales behind the norm"
+    if by_size:
+        what, instead = "what skip-norm does to an image", "take another scaling with placement='norm'"
     return (
-        f"{share:.0%} of the skip channels sit in GroupNorm groups of their own, where the norm undoes a "
-        "constant (only the shortcut still sees it); placement='norm' scales behind the norm."
+        f"{share:.0%} of the skip channels sit in GroupNorm groups of their own, where the norm undoes "
+        f"{what} (only the shortcut still sees it); {instead}."
     )
 
 
