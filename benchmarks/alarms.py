@@ -32,6 +32,7 @@ SETS = {
     "edge": faults.EDGE,
     "recipe": faults.RECIPE,
     "healthy, recipe": faults.HEALTHY_RECIPE,
+    "healthy, recipe, new": faults.HEALTHY_RECIPE_NEW,
 }
 
 

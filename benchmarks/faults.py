@@ -4,9 +4,9 @@ Diffusers' DDPM noise, a U-ViT or a UNet, a plain PyTorch loop. A fault is a fun
 since its onset. `TUNED` were looked at while the alarm was made; `HELD_OUT` and `HEALTHY_HELD_OUT` were written
 down before the alarm had a threshold, and first run when it was finished. `SCAN` looks for a learning rate × 30
 that takes its time, `EDGE` between the rates that do no harm and those that end a run at once, `RECIPE` with the
-optimiser of U-ViT's recipe, whose memory is ten times longer (`HEALTHY_RECIPE` without a fault). `HEALTHY_NEW` was
-written after a healthy run that was held out had rung, and `HEALTHY_LAST` after one of `HEALTHY_NEW` had; each was
-then run once.
+optimiser of U-ViT's recipe, whose memory is ten times longer (`HEALTHY_RECIPE` without a fault).
+`HEALTHY_NEW` was written after a healthy run that was held out had rung, `HEALTHY_LAST` after one of `HEALTHY_NEW`
+had, `HEALTHY_RECIPE_NEW` after one of `HEALTHY_RECIPE` had; each was then run once.
 """
 
 from __future__ import annotations
@@ -442,6 +442,23 @@ HEALTHY_RECIPE = [
     )
     for i, (depth, lr, scaling) in enumerate(
         product((12, 16), (2e-4, 5e-4), ("none", "1/sqrt2", "cs:0.7", "ls", "skip-norm"))
+    )
+]
+
+HEALTHY_RECIPE_NEW = [
+    Run(
+        f"U-ViT depth {depth}, {scaling}, batch {batch}, β 0.99 0.999, new",
+        make=partial(uvit, 40, depth, identity_final_conv=True),
+        scaling=scaling,
+        optimiser="recipe",
+        lr=4e-4,
+        batch=batch,
+        warmup=150,
+        steps=600,
+        seed=900 + i,
+    )
+    for i, (depth, batch, scaling) in enumerate(
+        product((10, 14), (8, 24), ("none", "uniform:0.5", "cs:0.8", "ls-channel", "scalar"))
     )
 ]
 

@@ -138,3 +138,14 @@ def test_state_goes_through_json_and_other_models_are_refused():
         assert whole.update(step, x[step : step + 1]) == second.update(step, x[step : step + 1])
     with pytest.raises(ValueError, match="other ones than the 2"):
         Detector(["loss", "x"]).load_state_dict(first.state_dict())
+
+
+def test_an_update_may_wander_by_half_and_not_double():
+    """Under a momentum of 0.99 it is a slow mean of gradients: quiet for long, and then larger for a while."""
+    wanders = noisy(600, spread=0.02)
+    wanders[400:440] *= 1.6
+    assert feed(wanders, ("gradient/block",))
+    assert not feed(wanders, ("update/block",))
+    wanders[400:440] *= 1.6
+    (rung,) = feed(wanders, ("update/block",))
+    assert rung.step in range(401, 405)

@@ -3,7 +3,7 @@
 All is in logarithms, so that a factor counts the same at any size. A signal's deviation is the mean of its last 3
 values less the median of the 50 before (renewed every few steps). It is compared with the deviations that the same
 signal showed before in the same run: the alarm rings where it lies far outside of those (`STRANGE` spreads) and is
-large in itself (`LARGE`), so that neither a noisy signal nor a very quiet one rings by nature. Half-precision
+large in itself (`LARGE`, an update `LARGE_UPDATE`), so that neither a noisy signal nor a very quiet one rings by nature. Half-precision
 outputs have one more rule: growth that leaves the dtype's range within `SOON` steps.
 """
 
@@ -26,6 +26,7 @@ LEARNING = 150  # steps without an alarm, in which the run shows what is usual
 FEW = 30  # values are no history, of a signal that is not seen in every step
 STRANGE = 7.0
 LARGE = math.log(1.5)
+LARGE_UPDATE = math.log(2)  # with a momentum of 0.99 updates wander by half in healthy runs
 QUIET = 0.03  # the least spread that a signal is believed to have
 SOON = 50
 _GROWING = 1e-3  # per step: what grows less has no overflow to come
@@ -95,6 +96,7 @@ class Detector:
         self._quiet_until = 0
         kinds = [name.partition("/")[0] for name in self.names]
         self._both_ways = np.array([kind == "gate" for kind in kinds])
+        self._large = np.array([LARGE_UPDATE if kind == "update" else LARGE for kind in kinds])
         self._peaks = np.array([i for i, kind in enumerate(kinds) if kind == "peak"], dtype=int)
 
     def update(self, step: int, values: Sequence[float] | NDArray[np.floating[Any]]) -> Alarm | None:
@@ -138,7 +140,7 @@ class Detector:
         score, size = (now - centre) / spread, now.copy()
         for signed in (score, size):
             np.abs(signed, out=signed, where=self._both_ways)
-        rings = (score > STRANGE) & (size > LARGE)
+        rings = (score > STRANGE) & (size > self._large)
         if self._values[self._peaks].any():
             rings[self._peaks] |= steps_to_overflow(self._newest(self._peaks, 20)) < SOON
         rings &= (self._rings_after < self.seen) & (self._values > FEW)
