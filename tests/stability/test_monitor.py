@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -268,21 +269,87 @@ def test_a_compiled_model_stays_one_graph_and_shows_its_skips_at_the_interval(tm
     assert {"skip norm/2", "coefficient/2", "output/mid_block"} <= set(rows_of(tmp_path)[0]["signals"])
 
 
-def test_a_model_wrapped_by_ddp(tmp_path):
-    import torch.distributed as dist
-
+@pytest.fixture
+def process_group(tmp_path):
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        loop = Loop()
-        loop.called = nn.parallel.DistributedDataParallel(loop.model)
-        with (
-            pytest.raises(NonFiniteError, match="is mid_block.attn.proj"),
-            StabilityMonitor(loop.called, tmp_path / "run", interval=2, logger="none", report=False) as monitor,
-        ):
-            loop.run(monitor, 4, spoil(loop.model, "mid_block.attn.proj"))
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def fresh_compiler():
+    """What was compiled so often that torch gives up runs as it is, and calls hooks."""
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("process_group", "fresh_compiler")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_wrapped_by_ddp(compiled, tmp_path):
+    loop = Loop()
+    inner = torch.compile(loop.model, backend="eager") if compiled else loop.model
+    loop.called = nn.parallel.DistributedDataParallel(inner)
+    with (
+        pytest.raises(NonFiniteError, match="is mid_block.attn.proj"),
+        StabilityMonitor(loop.called, tmp_path / "run", interval=2, logger="none", report=False) as monitor,
+    ):
+        loop.run(monitor, 4, spoil(loop.model, "mid_block.attn.proj"))
     assert "skip norm/0" in rows_of(tmp_path / "run")[0]["signals"]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_forward_that_is_compiled_after_the_monitor_was_made(tmp_path):
+    loop = Loop()
+    with StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False) as monitor:
+        loop.model.forward = torch.compile(loop.model.forward, backend="eager")
+        loop.run(monitor, 2)
+    assert "skip norm/0" in rows_of(tmp_path)[0]["signals"]
+
+
+def call_the_compiled_model(loop):
+    loop.called = torch.compile(loop.model, backend="eager")
+
+
+def compile_the_loss(loop):
+    loop.loss = torch.compile(loop.loss, backend="eager")
+
+
+def compile_in_the_class(loop):
+    forward = torch.compile(type(loop.model).forward, backend="eager")
+    loop.model.__class__ = type("Compiled", (type(loop.model),), {"forward": forward})
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (call_the_compiled_model, "give the monitor what the loop calls"),
+        (compile_the_loss, "give the monitor what the loop calls"),
+        (compile_in_the_class, "A part of the model was compiled"),
+    ],
+)
+def test_skips_that_a_graph_hides_are_left_out_with_one_sentence(change, words, tmp_path):
+    loop = Loop()
+    change(loop)
+    with (
+        pytest.warns(StabilityWarning, match=f"step 2: no skip was seen.*{words}") as told,
+        StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False) as monitor,
+    ):
+        loop.run(monitor, 4)
+    assert len([w for w in told if w.category is StabilityWarning]) == 1
+    assert [("skip norm/0" in row["signals"], "gradient norm" in row) for row in rows_of(tmp_path)] == [
+        (False, True)
+    ] * 2
+
+
+def test_two_steps_of_the_monitor_for_one_call_of_the_model(tmp_path):
+    loop = Loop()
+    with StabilityMonitor(loop.model, tmp_path, interval=1, logger="none", report=False) as monitor:
+        loss = loop.loss()
+        loss.backward()
+        monitor.step(loss)
+        with pytest.warns(StabilityWarning, match="call monitor.step once per update"):
+            monitor.step(loss)
+    assert ["skip norm/0" in row["signals"] for row in rows_of(tmp_path)] == [True, False]
 
 
 def test_what_arrives_late_names_the_block(tmp_path, monkeypatch):

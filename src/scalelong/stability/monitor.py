@@ -32,10 +32,18 @@ _ADVICE = (
     "The monitor has changed nothing. A lower learning rate, gradient clipping, bf16 in place of fp16 or a skip "
     "scaling may help."
 )
+_INSIDE_A_GRAPH = (
+    "A part of the model was compiled so that its hooks are not called; compile it by torch.compile(model), and "
+    "give the monitor the result."
+)
+_NOT_CALLED = (
+    "The model was not seen to train since the last monitor.step: give the monitor what the loop calls "
+    "(torch.compile's result), and call monitor.step once per update."
+)
 
 
 class StabilityWarning(UserWarning):
-    """An alarm, or a non-finite step that the loop was told to go on after."""
+    """An alarm, skips that are not seen, or a non-finite step that the loop was told to go on after."""
 
 
 class StabilityMonitor:
@@ -79,6 +87,7 @@ class StabilityMonitor:
         self.folder = Path(folder)
         _check_folder(self.folder, first_step)
         self.model = unwrapped(model)
+        self._called = model
         self.interval = interval
         self.on_alarm = on_alarm
         self.on_nonfinite = on_nonfinite
@@ -93,11 +102,11 @@ class StabilityMonitor:
         self.detector = Detector(self.pulse.names)
         self.oscillation = Oscillation()
         self.observer = _observer(self.model)
-        self._compiled = is_compiled(model)
         self._inbox = Inbox()
         self._watching = ExitStack()
         self._observing = False
         self._in_trouble = False
+        self._told_of_unseen = False
         self._losses: list[float] = []
         self._last: Values = np.empty(0, dtype=np.float32)
         self._closed = False
@@ -185,7 +194,7 @@ class StabilityMonitor:
         self.pulse.arm(coming, everything=self._observing)
         if self._observing and self.observer is not None:
             self._watching.enter_context(self.observer.watching())
-            if self._compiled:  # a compiled graph calls no hooks
+            if is_compiled(self._called):  # a compiled graph calls no hooks
                 self._watching.enter_context(torch.compiler.set_stance("force_eager"))
 
     def _read(self, *, wait: bool) -> Alarm | None:
@@ -252,6 +261,8 @@ class StabilityMonitor:
         signals = {name: v for name, v in seen if not v < 0 and name != "loss"} | gradients
         if self.observer is not None:
             self._watching.close()
+            if not self.observer.squares:
+                self._tell_of_unseen()
             self.observer.measure(blocks=False)
             signals |= self.observer.signals()
         by_noise = self.levels.take()
@@ -266,6 +277,18 @@ class StabilityMonitor:
             seconds_per_step=seconds,
             signals=signals,
             oscillation=self.oscillation.update(main | signals),
+        )
+
+    def _tell_of_unseen(self) -> None:
+        """Say once why a line is without the norms at its skips."""
+        if self._told_of_unseen:
+            return
+        self._told_of_unseen = True
+        why = _INSIDE_A_GRAPH if self._call.fresh else _NOT_CALLED
+        warnings.warn(
+            f"step {self.steps}: no skip was seen, and such lines are without the norms at skips. {why}",
+            StabilityWarning,
+            stacklevel=4,
         )
 
     def _let_go(self) -> None:

@@ -77,26 +77,30 @@ class Observer:
     def measure(self, world: World | None = None, *, blocks: bool = True) -> None:
         """Put what was seen, and the norms of the gradients that are there now, into one vector on the device.
 
+        A skip whose hooks were not called, inside of a compiled graph, is left out.
         What was seen is of the whole batch: of all its pieces, and of all processes. `blocks=False` leaves out the
         gradients of all blocks, for those who have them already.
         """
         world = world or World()
-        squares = world.sum(torch.stack([torch.stack(pieces).sum() for pieces in self.squares.values()]))
-        values = dict(zip(self.squares, squares.sqrt(), strict=True))
+        values: dict[str, Tensor] = {}
+        if self.squares:
+            squares = world.sum(torch.stack([torch.stack(pieces).sum() for pieces in self.squares.values()]))
+            values |= dict(zip(self.squares, squares.sqrt(), strict=True))
         if self.means:
             means = world.mean(torch.stack([torch.stack(pieces).mean() for pieces in self.means.values()]))
             values |= dict(zip(self.means, means, strict=True))
-        for index in range(len(self.skips)):
-            values[f"skip to main/{index}"] = values[f"skip norm/{index}"] / values[f"main norm/{index}"]
         for skip in self.skips:
-            gradients = [p.grad for p in skip.block.parameters() if p.grad is not None]
-            values[f"merge gradient/{skip.index}"] = total_norm(gradients).float()
+            if (norm := values.get(f"skip norm/{skip.index}")) is not None:
+                values[f"skip to main/{skip.index}"] = norm / values[f"main norm/{skip.index}"]
+        for skip in self.skips:
+            if gradients := [p.grad for p in skip.block.parameters() if p.grad is not None]:
+                values[f"merge gradient/{skip.index}"] = total_norm(gradients).float()
         if blocks:
             values |= {f"gradient/{block}": norm for block, norm in gradient_norms(self.model).items()}
         self.means.clear()
         self.squares.clear()
         self.names = list(values)
-        self.values = torch.stack([v.float().reshape(()) for v in values.values()])
+        self.values = torch.stack([v.float().reshape(()) for v in values.values()]) if values else torch.zeros(0)
 
     def signals(self) -> Signals:
         """The last measurement: one transfer from the device."""
