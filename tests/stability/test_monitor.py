@@ -141,6 +141,17 @@ def test_an_input_and_a_target_that_are_not_finite_are_told_apart(tmp_path):
                 monitor.step(loss)
 
 
+def test_a_nan_of_the_first_piece_of_an_accumulated_batch(tmp_path):
+    loop = Loop()
+    inputs = loop.case.inputs
+    with StabilityMonitor(loop.model, tmp_path, logger="none", report=False) as monitor:
+        for factor in (BAD, 1.0):
+            loss = loop.model(**inputs | {"sample": inputs["sample"] * factor}).sample.square().mean()
+            loss.backward()
+        with pytest.raises(NonFiniteError, match="the gradient is not finite; in call 1 of the 2 .* the input of"):
+            monitor.step(loss)
+
+
 def test_going_on_is_the_users_word_and_each_trouble_is_told_once(tmp_path):
     errors = []
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))

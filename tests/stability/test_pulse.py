@@ -7,7 +7,7 @@ from torch import nn
 
 import scalelong
 from scalelong.stability.pulse import Pulse, Samples
-from scalelong.stability.replay import LastCall
+from scalelong.stability.replay import StepCalls
 
 
 def net():
@@ -16,7 +16,7 @@ def net():
 
 
 def pulse_of(model):
-    return Pulse(model, LastCall(model))
+    return Pulse(model, StepCalls(model))
 
 
 def taken(pulse, loss):

@@ -21,7 +21,7 @@ from scalelong.stability.alarm import Alarm, Detector
 from scalelong.stability.inbox import Inbox
 from scalelong.stability.levels import NoiseLevels
 from scalelong.stability.pulse import Pulse, Values
-from scalelong.stability.replay import LastCall
+from scalelong.stability.replay import StepCalls
 from scalelong.training.guard import NonFiniteError
 from scalelong.training.log import METRICS, NoLog, RunLog
 from scalelong.training.signals import Observer, Oscillation, Signals
@@ -97,8 +97,8 @@ class StabilityMonitor:
         self.steps = first_step
         self.alarms: list[Alarm] = []
         self.skipped_steps = 0  # left out by the GradScaler
-        self._call = LastCall(model)
-        self.pulse = Pulse(self.model, self._call)
+        self._calls = StepCalls(model)
+        self.pulse = Pulse(self.model, self._calls)
         self.detector = Detector(self.pulse.names)
         self.oscillation = Oscillation()
         self.observer = _observer(self.model)
@@ -136,7 +136,7 @@ class StabilityMonitor:
             rung = self._judge(self.steps, self.pulse.glance(loss))
         if self._observing:
             self._write()
-        self._call.fresh = False
+        self._calls.fresh = False
         self._arm()
         return rung
 
@@ -224,12 +224,12 @@ class StabilityMonitor:
         if not self._in_trouble:
             self._in_trouble = True
             what = "gradient" if math.isfinite(values[0]) else "loss"
-            self._report_bad(NonFiniteError(step, what, self._culprit(step, values), _ADVICE))
+            self._report_bad(NonFiniteError(step, what, self._culprit(step, what, values), _ADVICE))
         return True
 
-    def _culprit(self, step: int, values: Values) -> str:
+    def _culprit(self, step: int, what: str, values: Values) -> str:
         if step == self.steps:
-            return self._call.trace()
+            return self._calls.trace(what)
         bad = [self.pulse.names[i] for i in np.flatnonzero(~np.isfinite(values))]
         blocks = [name for name in bad if name.startswith("output/")]
         late = f"it was found {self.steps - step} steps later (wait=True finds the module, before the update)"
@@ -284,7 +284,7 @@ class StabilityMonitor:
         if self._told_of_unseen:
             return
         self._told_of_unseen = True
-        why = _INSIDE_A_GRAPH if self._call.fresh else _NOT_CALLED
+        why = _INSIDE_A_GRAPH if self._calls.fresh else _NOT_CALLED
         warnings.warn(
             f"step {self.steps}: no skip was seen, and such lines are without the norms at skips. {why}",
             StabilityWarning,
@@ -297,7 +297,7 @@ class StabilityMonitor:
         self._closed = True
         self._watching.close()
         self.pulse.close()
-        self._call.close()
+        self._calls.close()
         if not isinstance(self.log, RunLog):
             return
         self.log.close()

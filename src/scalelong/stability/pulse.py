@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from scalelong.skips.apply import scaling_of
 from scalelong.skips.scalers import FixedScale, GatedScale
 from scalelong.stability.hooks import Unkept
-from scalelong.stability.replay import LastCall
+from scalelong.stability.replay import StepCalls
 from scalelong.training.guard import tensors_in
 from scalelong.training.signals import block_of
 
@@ -45,7 +45,7 @@ class Pulse:
     found late.
     """
 
-    def __init__(self, model: nn.Module, call: LastCall) -> None:
+    def __init__(self, model: nn.Module, call: StepCalls) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not named:
             raise ValueError(
