@@ -250,6 +250,29 @@ def test_sampling_and_copies_in_between_are_not_seen(tmp_path):
     assert all(a["signals"] == b["signals"] for a, b in pairs)
 
 
+def test_the_signals_of_a_step_are_without_validation_and_what_was_repeated(tmp_path):
+    loop = Loop(scaling="ls")
+    rows = []
+    for extra in (False, True):
+        folder = tmp_path / str(extra)
+        with StabilityMonitor(
+            loop.model, folder, interval=1, logger="none", report=False, on_nonfinite="warn"
+        ) as monitor:
+            loop.optimiser.zero_grad()
+            loss = loop.loss()
+            loss.backward()
+            if extra:
+                loop.model.eval()
+                loop.model(**{k: v * 100 if k == "sample" else v for k, v in loop.case.inputs.items()})
+                loop.model.train()
+                with pytest.warns(StabilityWarning, match="the target or the loss itself"):
+                    monitor.step(loss * BAD)
+            else:
+                monitor.step(loss)
+        rows.append(rows_of(folder)[-1]["signals"])
+    assert rows[0] == rows[1]
+
+
 def test_checkpointed_activations_are_counted_once(tmp_path):
     rows = []
     for checkpointing in (False, True):

@@ -126,6 +126,30 @@ def test_a_loss_that_the_loop_holds_does_not_hold_the_input():
     assert there() is None
 
 
+def test_validation_is_not_counted_even_with_gradients():
+    model = net()
+    calls = StepCalls(model)
+    train(model, 1.0)
+    model.eval()
+    train(model, 2.0)
+    assert calls.count == 1
+    model.train()
+    train(model, 3.0)
+    assert [call.arguments[0][0][0, 0] for call in calls.calls] == [1, 3]
+
+
+def test_a_model_that_trains_in_eval_mode_is_counted_until_it_is_seen_in_the_other():
+    model = net().eval()
+    calls = StepCalls(model)
+    train(model, 1.0)
+    assert calls.count == 1
+    model.train()
+    train(model, 1.0)
+    model.eval()
+    train(model, 1.0)
+    assert calls.count == 2
+
+
 def test_what_is_repeated_is_not_counted():
     model = net()
     calls = StepCalls(model)

@@ -101,7 +101,7 @@ class StabilityMonitor:
         self.pulse = Pulse(self.model, self._calls)
         self.detector = Detector(self.pulse.names)
         self.oscillation = Oscillation()
-        self.observer = _observer(self.model)
+        self.observer = _observer(self.model, self._calls)
         self._inbox = Inbox()
         self._watching = ExitStack()
         self._observing = False
@@ -307,9 +307,9 @@ class StabilityMonitor:
             write_monitor_report(self.folder, self.folder / REPORT)
 
 
-def _observer(model: nn.Module) -> Observer | None:
+def _observer(model: nn.Module, calls: StepCalls) -> Observer | None:
     try:
-        return Observer(model)
+        return Observer(model, calls.watches)
     except UnsupportedModelError as error:
         warnings.warn(
             f"{error} The monitor goes on without the signals of skips: loss, gradients, updates, outputs.",

@@ -58,6 +58,7 @@ class StepCalls:
         self.fresh = False  # whether the calls are those of the present step
         self.running = False  # whether one is under way; neither sampling, nor what backward computes again
         self._repeating = False
+        self._trains = self.model.training
         self._hooks = [
             model.register_forward_pre_hook(Unkept(self._before), with_kwargs=True),
             model.register_forward_hook(Unkept(self._after)),
@@ -70,8 +71,14 @@ class StepCalls:
         self.calls.clear()
 
     def watches(self) -> bool:
-        """Whether a call of the model, or of a part of it, that begins now is one in training."""
-        return in_training_forward() and not self._repeating
+        """Whether a call of the model, or of a part of it, that begins now is one in training.
+
+        A model that was ever in training mode is validated in the other; one that never was is trained in it.
+        """
+        if self._repeating or not in_training_forward():
+            return False
+        self._trains = self._trains or self.model.training
+        return self.model.training == self._trains
 
     def trace(self, what: str) -> str:
         """Run the calls again, and say where what is not finite, the "loss" or the "gradient", comes from."""

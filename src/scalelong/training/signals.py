@@ -8,7 +8,7 @@ independent normal values around 0, 2 for one that changes its sign each time.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
@@ -28,10 +28,11 @@ _WINDOW = 20
 
 
 class Observer:
-    """Watches the merges of a model's skips during one step."""
+    """Watches the merges of a model's skips during one step, in the calls for which `watches` is true."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, watches: Callable[[], bool] | None = None) -> None:
         self.model = model
+        self.watches = watches or in_training_forward
         self.adapter = adapter_for(model)
         self.skips = self.adapter.find(model)
         # One value per piece of the batch: squares of norms, and means.
@@ -57,7 +58,7 @@ class Observer:
 
     def _see_merge(self, skip: LongSkip) -> Any:
         def see(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            if not in_training_forward():
+            if not self.watches():
                 return
             with torch.no_grad():
                 main, part = self.adapter.merge_inputs(skip, args, kwargs)
@@ -68,7 +69,7 @@ class Observer:
 
     def _see_gate(self, index: int) -> Any:
         def see(_: nn.Module, args: Any, output: Tensor) -> None:
-            if in_training_forward():
+            if self.watches():
                 self.means[f"coefficient/{index}"].append(output.detach().float().mean())
 
         return see
