@@ -528,15 +528,20 @@ def test_other_wrong_calls_get_a_sentence(tmp_path):
             monitor.step(1.0, timesteps=torch.zeros(2), losses=torch.zeros(3))
 
 
-def test_in_lightnings_order_of_hooks(tmp_path, monkeypatch):
+@pytest.fixture
+def lightning(monkeypatch):
     package = types.ModuleType("lightning.pytorch")
     package.Callback = type("Callback", (), {})
     monkeypatch.setitem(sys.modules, "lightning", types.ModuleType("lightning"))
     monkeypatch.setitem(sys.modules, "lightning.pytorch", package)
+    return package
+
+
+def test_in_lightnings_order_of_hooks(tmp_path, lightning):
     loop = Loop()
     monitor = StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False)
     callback = monitor.lightning_callback()
-    assert isinstance(callback, package.Callback)
+    assert isinstance(callback, lightning.Callback)
     trainer = types.SimpleNamespace(accumulate_grad_batches=2)
     losses = []
     for _ in range(2):
@@ -551,6 +556,33 @@ def test_in_lightnings_order_of_hooks(tmp_path, monkeypatch):
     assert callback.state_dict()["steps"] == 2
     callback.on_train_end(trainer, None)
     assert rows_of(tmp_path)[0]["loss"] == pytest.approx(sum(losses) / 2)
+
+
+def test_lightnings_scaler_is_taken_and_the_loss_is_told_unscaled(tmp_path, lightning):
+    loop = Loop()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    trainer = types.SimpleNamespace(
+        accumulate_grad_batches=1, precision_plugin=types.SimpleNamespace(scaler=scaler)
+    )
+    monitor = StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False)
+    callback = monitor.lightning_callback()
+    losses = []
+    for overflow in (float("inf"), 1.0):
+        loop.optimiser.zero_grad()
+        loss = loop.loss()
+        losses.append(loss.item())
+        scaled = scaler.scale(loss)
+        callback.on_before_backward(trainer, None, scaled)
+        scaled.backward()
+        loop.model.in_blocks[0].mlp.fc1.weight.grad[0, 0] *= overflow
+        scaler.unscale_(loop.optimiser)
+        callback.on_before_optimizer_step(trainer, None, loop.optimiser)
+        scaler.step(loop.optimiser)
+        scaler.update()
+    callback.on_train_end(trainer, None)
+    (row,) = rows_of(tmp_path)
+    assert row["skipped steps"] == 1
+    assert row["loss"] == pytest.approx(losses[1])
 
 
 @pytest.mark.slow
