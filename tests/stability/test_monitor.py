@@ -152,6 +152,19 @@ def test_a_nan_of_the_first_piece_of_an_accumulated_batch(tmp_path):
             monitor.step(loss)
 
 
+def test_a_very_large_gradient_is_written_and_does_not_end_the_loop(tmp_path):
+    loop = Loop()
+    with StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False) as monitor:
+        for _ in range(2):
+            loss = loop.loss()
+            loss.backward()
+            loop.model.in_blocks[0].mlp.fc1.weight.grad[0, 0] = 1e25
+            monitor.step(loss)
+    (row,) = rows_of(tmp_path)
+    assert row["gradient norm"] == pytest.approx(1e25)
+    assert all(map(math.isfinite, row["signals"].values()))
+
+
 def test_going_on_is_the_users_word_and_each_trouble_is_told_once(tmp_path):
     errors = []
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
@@ -406,6 +419,23 @@ def test_what_arrives_late_names_the_block(tmp_path, monkeypatch):
         StabilityMonitor(loop.model, tmp_path, logger="none", report=False) as monitor,
     ):
         loop.run(monitor, 9, spoil(loop.model, "in_blocks.2.mlp.fc1"))
+
+
+def test_what_arrives_when_its_gradients_are_gone_is_not_looked_at_again(tmp_path, monkeypatch):
+    from scalelong.stability.inbox import Inbox
+
+    arrived = Inbox.arrived
+    monkeypatch.setattr(Inbox, "arrived", lambda self, *, wait=False: arrived(self) if wait else iter(()))
+    loop = Loop()
+    monitor = StabilityMonitor(loop.model, tmp_path, logger="none", report=False)
+    monitor.pulse.arm(1, everything=True)
+    loss = loop.loss()
+    loss.backward()
+    loop.model.pos_embed.grad[0] = float("inf")
+    monitor.step(loss)
+    loop.model.zero_grad(set_to_none=False)
+    with pytest.raises(NonFiniteError, match="step 1: the gradient is not finite"):
+        monitor.close()
 
 
 def test_an_overflow_that_the_scaler_skips_is_no_error(tmp_path):

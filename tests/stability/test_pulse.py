@@ -127,6 +127,24 @@ def test_a_bad_gradient_of_one_bias_is_found_before_its_update(layer, step):
     assert np.isfinite(values[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_gradient_beyond_the_squares_of_float32_is_large_and_not_infinite(dtype):
+    model = net().to(dtype)
+    pulse = pulse_of(model)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e25)
+    values = pulse.glance(torch.tensor(1.0))
+    assert pulse.is_finite(values) == (dtype is torch.float64)
+    pulse.look_again(values)
+    assert pulse.is_finite(values)
+    assert values[1] == pytest.approx(1e25 * 120**0.5, rel=1e-2)
+    assert pulse.gradient_norms()["0"] == pytest.approx(1e25 * 160**0.5, rel=1e-2)
+    model[1].bias.grad[2] = float("inf")
+    pulse.look_again(values)
+    assert not pulse.is_finite(values)
+    assert np.isfinite(values[1])
+
+
 def test_a_glance_shows_the_first_output_alone():
     model = net()
     pulse = pulse_of(model)

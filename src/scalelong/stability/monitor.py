@@ -131,9 +131,9 @@ class StabilityMonitor:
         loss = torch.as_tensor(loss, device=self.pulse.parameters[0].device)
         if self.pulse.looking:
             self._inbox.send(self.steps, *self.pulse.take(loss))
-            rung = self._read(wait=self.wait or self._observing)
+            rung = self._read(wait=self.wait or self._observing, in_step=True)
         else:
-            rung = self._judge(self.steps, self.pulse.glance(loss))
+            rung = self._judge(self.steps, self.pulse.glance(loss), in_step=True)
         if self._observing:
             self._write()
         self._calls.fresh = False
@@ -197,15 +197,18 @@ class StabilityMonitor:
             if is_compiled(self._called):  # a compiled graph calls no hooks
                 self._watching.enter_context(torch.compiler.set_stance("force_eager"))
 
-    def _read(self, *, wait: bool) -> Alarm | None:
+    def _read(self, *, wait: bool, in_step: bool = False) -> Alarm | None:
         rung = None
         for step, taken, note in self._inbox.arrived(wait=wait):
             values = self.pulse.read(taken, note)
             self._last = values
-            rung = self._judge(step, values) or rung
+            rung = self._judge(step, values, in_step=in_step and step == self.steps) or rung
         return rung
 
-    def _judge(self, step: int, values: Values) -> Alarm | None:
+    def _judge(self, step: int, values: Values, *, in_step: bool) -> Alarm | None:
+        """`in_step` says that the step's gradients are still there, to be looked at again."""
+        if in_step and not self.pulse.is_finite(values):
+            self.pulse.look_again(values)
         if self._is_bad(step, values):
             return None
         self._losses.append(float(values[0]))
@@ -215,7 +218,7 @@ class StabilityMonitor:
 
     def _is_bad(self, step: int, values: Values) -> bool:
         """Report a step that is not finite; of several in a row, the first."""
-        if np.isfinite(values[: self.pulse.telling]).all():
+        if self.pulse.is_finite(values):
             self._in_trouble = False
             return False
         if self.scaler is not None and math.isfinite(values[0]) and self.scaler.get_scale() > 1:
@@ -235,7 +238,8 @@ class StabilityMonitor:
         late = f"it was found {self.steps - step} steps later (wait=True finds the module, before the update)"
         if blocks:
             return f"the first block with a non-finite output is {blocks[0].partition('/')[2]}; {late}"
-        return f"no block's output was seen to be non-finite, but {', '.join(bad[:3])}; {late}"
+        large = "" if np.isnan(values).any() else " (or a norm beyond 1e19, where float32 ends)"
+        return f"no block's output was seen to be non-finite, but {', '.join(bad[:3])}{large}; {late}"
 
     def _report_bad(self, error: NonFiniteError) -> None:
         self.log.write(error.step, nonfinite={"what": error.what, "culprit": error.culprit})

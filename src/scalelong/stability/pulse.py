@@ -157,13 +157,33 @@ class Pulse:
             np.divide(odds, np.maximum(self._limits - odds, 1e-6), out=odds, where=self._limits < np.inf)
         return values
 
+    def is_finite(self, values: Values) -> bool:
+        """Whether a step's loss and gradients are."""
+        return bool(np.isfinite(values[: self.telling]).all())
+
+    @torch.no_grad()
+    def look_again(self, values: Values) -> None:
+        """Take the gradients of a step's values anew, in float64, as long as they are there; waits for the device.
+
+        float32 holds no square of 1e19: a gradient of that norm is large, and not infinite.
+        """
+        norms, total = self._gradients(torch.float64)
+        for place, norm in enumerate(norms, start=1):
+            if norm is not None and not np.isfinite(values[place]):
+                values[place] = _narrow(norm.item())
+        if total is not None:
+            values[self.telling - 1] = UNSEEN if total.isfinite() else total.item()
+
     @torch.no_grad()
     def gradient_norms(self) -> dict[str, float]:
         """‖∇‖ of each block that has one, of all its parameters; waits for the device."""
         there = [(b, p.grad) for p, b in self._in_blocks() if p.grad is not None]
         if not there:
             return {}
-        norms = torch.stack(torch._foreach_norm([gradient for _, gradient in there], 2, self._wide)).tolist()
+        gradients = [gradient for _, gradient in there]
+        norms = torch.stack(torch._foreach_norm(gradients, 2, self._wide)).tolist()
+        if not all(map(math.isfinite, norms)):
+            norms = torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).tolist()
         found: dict[str, float] = {}
         for (block, _), norm in zip(there, norms, strict=True):
             found[block] = math.hypot(found.get(block, 0.0), norm)
@@ -182,14 +202,17 @@ class Pulse:
         """A skip's mean coefficient."""
         _keep_larger(self._means, skip, output.mean(dtype=torch.float32).abs())
 
-    def _gradients(self) -> tuple[list[Tensor | None], Tensor | None]:
-        """‖∇‖ of each block's largest weight, and the sum over all weights: finite where every gradient is."""
+    def _gradients(self, wide: torch.dtype | None = None) -> tuple[list[Tensor | None], Tensor | None]:
+        """‖∇‖ of each block's largest weight, and the sum over all weights: finite where every gradient is.
+
+        `wide` is what they are taken and given in; by default taken in the parameters' own and given in float32.
+        """
         gradients = [p.grad for p in self.parameters]
         there = [g for g in gradients if g is not None]
         if not there:
             return [None] * len(self.blocks), None
-        norms = torch._foreach_norm(there, 2, self._wide)
-        if self._wide is torch.float64:
+        norms = torch._foreach_norm(there, 2, wide or self._wide)
+        if wide is None and self._wide is torch.float64:
             norms = tuple(norm.float() for norm in norms)
         of_each = iter(norms)
         found = [None if g is None else next(of_each) for g in gradients]
@@ -259,6 +282,11 @@ class _Showing(Unkept):
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """What norms are taken in: squares of half precision would overflow, and torch does not narrow."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _narrow(norm: float) -> float:
+    """As a float32, which what is finite does not leave."""
+    return min(norm, float(np.finfo(np.float32).max)) if math.isfinite(norm) else norm
 
 
 def _keep_larger(seen: dict[str, Tensor], name: str, value: Tensor) -> None:
