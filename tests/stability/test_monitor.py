@@ -1,5 +1,6 @@
 """The monitor in real loops of small models, against what the loop itself can compute."""
 
+import contextlib
 import copy
 import json
 import math
@@ -177,6 +178,25 @@ def test_going_on_is_the_users_word_and_each_trouble_is_told_once(tmp_path):
         monitor.step(loss)
     monitor.close()
     assert [e.step for e in errors] == [2, 6]
+
+
+def test_a_loop_that_catches_the_error_goes_on_as_if_it_had_been_told_to(tmp_path):
+    loop = Loop()
+    with StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False) as monitor:
+        for factor in (1.0, BAD, 1.0, 1.0):
+            loop.model.zero_grad()
+            loss = loop.loss() * factor
+            loss.backward()
+            with contextlib.suppress(NonFiniteError):
+                monitor.step(loss)
+            assert not monitor._calls.fresh
+    bad, row = rows_of(tmp_path)
+    assert (bad["step"], row["step"]) == (2, 4)
+    once = loop.model.out_blocks[2].register_forward_pre_hook(lambda m, args: norms.append(args[0].norm().item()))
+    norms = []
+    loop.loss()
+    once.remove()
+    assert row["signals"]["main norm/0"] == pytest.approx(norms[0])
 
 
 def test_the_log_agrees_with_the_loops_own_numbers(tmp_path):
@@ -508,6 +528,29 @@ def test_a_loop_that_resumes_goes_on_with_log_and_alarm(tmp_path):
     assert monitor.detector.seen == 6
     with pytest.raises(ValueError, match="this monitor is closed"):
         monitor.step(1.0)
+
+
+def test_parameters_that_are_unfrozen_later_are_watched_from_then_on(tmp_path):
+    loop = Loop()
+    loop.model.requires_grad_(False)
+    loop.model.out_blocks.requires_grad_(True)
+    with StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False) as monitor:
+        loop.run(monitor, 3)
+        loop.model.requires_grad_(True)
+        with pytest.raises(NonFiniteError, match="step 4: .* gradient is that of in_blocks.0.norm1.bias"):
+            loop.run(monitor, 1, lambda _: loop.model.in_blocks[0].norm1.bias.register_hook(lambda g: g * BAD))
+        loop.model.in_blocks[0].norm1.bias._backward_hooks.clear()
+        loop.run(monitor, 2)
+        assert monitor.detector.seen == 5
+        state = monitor.state_dict()
+    rows = [row["signals"] for row in rows_of(tmp_path) if "signals" in row]
+    assert ["gradient/in_blocks.0" in signals for signals in rows] == [False, True]
+    loop.model.requires_grad_(False)
+    loop.model.out_blocks.requires_grad_(True)
+    with StabilityMonitor(loop.model, tmp_path / "again", logger="none", report=False) as monitor:
+        loop.model.requires_grad_(True)
+        monitor.load_state_dict(state)
+        assert monitor.detector.seen == 5
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path):

@@ -170,6 +170,28 @@ def test_a_gates_odds_and_a_learned_number():
         assert taken(pulse, torch.tensor(1.0))["gate/skip 0"] == pytest.approx(shown(mean), rel=1e-4)
 
 
+def test_what_was_frozen_is_told_and_joins_what_was_watched():
+    model = net()
+    model.requires_grad_(False)
+    model[1].bias.requires_grad_(True)
+    model[2].requires_grad_(True)
+    first = pulse_of(model)
+    assert not first.was_unfrozen()
+    assert [name for name in first.names if name.startswith("output")] == ["output/1", "output/2"]
+    model[1].weight.requires_grad_(True)
+    model[3].requires_grad_(True)
+    model[2].requires_grad_(False)
+    assert first.was_unfrozen()
+    second = Pulse(model, first.call, first.watched)
+    assert not second.was_unfrozen()
+    assert second.blocks == ["1", "2", "3"]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    # The bias stands for its block as before: the weight's gradient would look like a leap.
+    values = taken(second, torch.tensor(1.0))
+    assert [values[f"gradient/{i}"] for i in (1, 2, 3)] == pytest.approx([5**0.5, 5, 5**0.5])
+
+
 def test_samples_follow_values_moves_and_layouts():
     long, short = torch.arange(1000.0), torch.tensor([1.0, 2.0])
     picture = long.reshape(10, 10, 2, 5).to(memory_format=torch.channels_last)

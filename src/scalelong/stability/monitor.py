@@ -128,16 +128,16 @@ class StabilityMonitor:
         self.steps += 1
         if timesteps is not None and losses is not None:
             self.levels.add(timesteps, losses)
+        if self.pulse.was_unfrozen():
+            self._watch_unfrozen()
         loss = torch.as_tensor(loss, device=self.pulse.parameters[0].device)
-        if self.pulse.looking:
-            self._inbox.send(self.steps, *self.pulse.take(loss))
-            rung = self._read(wait=self.wait or self._observing, in_step=True)
-        else:
-            rung = self._judge(self.steps, self.pulse.glance(loss), in_step=True)
-        if self._observing:
-            self._write()
-        self._calls.fresh = False
-        self._arm()
+        try:
+            rung = self._look(loss)
+            if self._observing:
+                self._write()
+        finally:  # a loop may go on after an error too
+            self._calls.fresh = False
+            self._arm()
         return rung
 
     def close(self) -> None:
@@ -168,6 +168,8 @@ class StabilityMonitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint, without learning anew what is usual."""
+        if self.pulse.was_unfrozen():
+            self._watch_unfrozen()
         self.detector.load_state_dict(state["detector"])
         self.oscillation.load(state["oscillation"])
         self.steps = state["steps"]
@@ -186,6 +188,14 @@ class StabilityMonitor:
         self.folder.mkdir(parents=True, exist_ok=True)
         return RunLog(self.folder, first_step, logger)
 
+    def _watch_unfrozen(self) -> None:
+        """Watch parameters that were frozen until now; what the alarm has learnt of the others stays."""
+        self._read(wait=True)  # what is under way is in the order of the old names
+        self.pulse.close()
+        self.pulse = Pulse(self.model, self._calls, self.pulse.watched)
+        self.pulse.arm(self.steps, everything=self._observing)
+        self.detector = self.detector.renamed(self.pulse.names)
+
     def _arm(self) -> None:
         """Put the skips' hooks on, where the coming step is to be observed."""
         self._watching.close()
@@ -193,9 +203,16 @@ class StabilityMonitor:
         self._observing = coming % self.interval == 0
         self.pulse.arm(coming, everything=self._observing)
         if self._observing and self.observer is not None:
+            self.observer.forget()
             self._watching.enter_context(self.observer.watching())
             if is_compiled(self._called):  # a compiled graph calls no hooks
                 self._watching.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def _look(self, loss: Tensor) -> Alarm | None:
+        if self.pulse.looking:
+            self._inbox.send(self.steps, *self.pulse.take(loss))
+            return self._read(wait=self.wait or self._observing, in_step=True)
+        return self._judge(self.steps, self.pulse.glance(loss), in_step=True)
 
     def _read(self, *, wait: bool, in_step: bool = False) -> Alarm | None:
         rung = None

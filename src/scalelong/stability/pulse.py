@@ -8,7 +8,7 @@ them, and the arithmetic on the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -43,23 +43,25 @@ class Pulse:
     gradient is finite is looked at in every step, so that a bad one is known before its update.
     A GPU does not wait and shows everything in every step: there only an output names the block of a NaN, which is
     found late.
+    Watched are the parameters in training, and those `also` named.
     """
 
-    def __init__(self, model: nn.Module, call: StepCalls) -> None:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    def __init__(self, model: nn.Module, call: StepCalls, also: Collection[str] = ()) -> None:
+        watched = {name: p.requires_grad or name in also for name, p in model.named_parameters()}
+        named = [(name, p) for name, p in model.named_parameters() if watched[name]]
         if not named:
             raise ValueError(
                 f"{type(model).__name__} has no parameter to train; give the monitor the model in training."
             )
         self.call = call
+        self.watched = [name for name, _ in named]
+        self._frozen = [p for name, p in model.named_parameters() if not watched[name]]
         self.parameters = [p for _, p in named]
         prefix = shared_prefix([name for name, _ in named])
         self._block_of = [_block(name, prefix) for name, _ in named]
         self.blocks = list(dict.fromkeys(self._block_of))
-        largest = {b: max((p for p, of in self._in_blocks() if of == b), key=Tensor.numel) for b in self.blocks}
-        places = {id(p): place for place, p in enumerate(self.parameters)}
-        self._largest = [places[id(p)] for p in largest.values()]
-        self._samples = Samples(list(largest.values()))
+        self._largest = [self._largest_of(block, also) for block in self.blocks]
+        self._samples = Samples([self.parameters[place] for place in self._largest])
         self._wide = torch.float64 if any(p.dtype is torch.float64 for p in self.parameters) else torch.float32
         self._before: Tensor | None = None
         self._step = self._step_before = 0
@@ -80,6 +82,11 @@ class Pulse:
         self.names = ["loss", *(f"{kind}/{name}" for kind, names in shown.items() for name in names)]
         self.telling = 2 + len(self.blocks)  # the first of them tell whether a step is finite
 
+    def _largest_of(self, block: str, also: Collection[str]) -> int:
+        """The place of a block's largest weight; what stood for a block before more was unfrozen still does."""
+        places = [place for place, of in enumerate(self._block_of) if of == block]
+        return max(places, key=lambda place: (self.watched[place] in also, self.parameters[place].numel()))
+
     def _in_blocks(self) -> Iterator[tuple[nn.Parameter, str]]:
         return zip(self.parameters, self._block_of, strict=True)
 
@@ -94,6 +101,10 @@ class Pulse:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
+
+    def was_unfrozen(self) -> bool:
+        """Whether a parameter that is not watched is in training now."""
+        return any(p.requires_grad for p in self._frozen)
 
     def arm(self, step: int, *, everything: bool) -> None:
         """Say which step is coming, and whether it is to show everything."""

@@ -98,10 +98,14 @@ class Observer:
                 values[f"merge gradient/{skip.index}"] = total_norm(gradients).float()
         if blocks:
             values |= {f"gradient/{block}": norm for block, norm in gradient_norms(self.model).items()}
-        self.means.clear()
-        self.squares.clear()
+        self.forget()
         self.names = list(values)
         self.values = torch.stack([v.float().reshape(()) for v in values.values()]) if values else torch.zeros(0)
+
+    def forget(self) -> None:
+        """Let go of what was seen and not measured."""
+        self.means.clear()
+        self.squares.clear()
 
     def signals(self) -> Signals:
         """The last measurement: one transfer from the device."""
