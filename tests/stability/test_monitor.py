@@ -599,6 +599,11 @@ def test_other_wrong_calls_get_a_sentence(tmp_path):
             monitor.step(1.0, timesteps=torch.zeros(1))
         with pytest.raises(ValueError, match="of the same images, got 3 and 2"):
             monitor.step(1.0, timesteps=torch.zeros(2), losses=torch.zeros(3))
+        with pytest.raises(ValueError, match="of the same images, got a single number and 2"):
+            monitor.step(1.0, timesteps=torch.zeros(2), losses=torch.tensor(1.0))
+        with pytest.raises(ValueError, match=r"one number, got a tensor of shape \(4, 2\); give its mean"):
+            monitor.step(torch.zeros(4, 2))
+        assert monitor.steps == 0
 
 
 @pytest.fixture

@@ -125,12 +125,17 @@ class StabilityMonitor:
             raise ValueError("this monitor is closed; make a new one, with first_step= and another folder.")
         if (timesteps is None) != (losses is None):
             raise ValueError("the loss by noise level needs both timesteps= and losses=, the loss of each image.")
-        self.steps += 1
+        loss = torch.as_tensor(loss, device=self.pulse.parameters[0].device)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"the loss of a step is one number, got a tensor of shape {tuple(loss.shape)}; give its mean, and "
+                "the loss of each image as losses= with timesteps=."
+            )
         if timesteps is not None and losses is not None:
             self.levels.add(timesteps, losses)
+        self.steps += 1
         if self.pulse.was_unfrozen():
             self._watch_unfrozen()
-        loss = torch.as_tensor(loss, device=self.pulse.parameters[0].device)
         try:
             rung = self._look(loss)
             if self._observing:
