@@ -189,7 +189,7 @@ def test_a_loop_that_catches_the_error_goes_on_as_if_it_had_been_told_to(tmp_pat
             loss.backward()
             with contextlib.suppress(NonFiniteError):
                 monitor.step(loss)
-            assert not monitor._calls.fresh
+            assert not monitor._call.fresh
     bad, row = rows_of(tmp_path)
     assert (bad["step"], row["step"]) == (2, 4)
     once = loop.model.out_blocks[2].register_forward_pre_hook(lambda m, args: norms.append(args[0].norm().item()))
@@ -664,8 +664,11 @@ def test_lightnings_scaler_is_taken_and_the_loss_is_told_unscaled(tmp_path, ligh
 
 
 @pytest.mark.slow
-def test_in_a_real_lightning_trainer(tmp_path):
+@pytest.mark.parametrize("overflows", [False, True])
+def test_in_a_real_lightning_trainer(overflows, tmp_path):
     pl = pytest.importorskip("lightning.pytorch")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)  # beyond what half precision holds
+    plugins = [pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)] if overflows else []
     case = CASES["uvit"]
 
     class Module(pl.LightningModule):
@@ -683,7 +686,9 @@ def test_in_a_real_lightning_trainer(tmp_path):
     monitor = StabilityMonitor(module.net, tmp_path, interval=2, logger="none", report=False)
     trainer = pl.Trainer(
         max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        callbacks=[monitor.lightning_callback()],
+        callbacks=[monitor.lightning_callback()], plugins=plugins,
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(range(8)))
-    assert [row["step"] for row in rows_of(tmp_path)] == [2, 4]
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == [2, 4]
+    assert [row.get("skipped steps") for row in rows] == ([2, 4] if overflows else [None, None])

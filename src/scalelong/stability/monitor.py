@@ -97,11 +97,11 @@ class StabilityMonitor:
         self.steps = first_step
         self.alarms: list[Alarm] = []
         self.skipped_steps = 0  # left out by the GradScaler
-        self._calls = StepCalls(model)
-        self.pulse = Pulse(self.model, self._calls)
+        self._call = StepCalls(model)
+        self.pulse = Pulse(self.model, self._call)
         self.detector = Detector(self.pulse.names)
         self.oscillation = Oscillation()
-        self.observer = _observer(self.model, self._calls)
+        self.observer = _observer(self.model, self._call)
         self._inbox = Inbox()
         self._watching = ExitStack()
         self._observing = False
@@ -141,7 +141,7 @@ class StabilityMonitor:
             if self._observing:
                 self._write()
         finally:  # a loop may go on after an error too
-            self._calls.fresh = False
+            self._call.fresh = False
             self._arm()
         return rung
 
@@ -197,7 +197,7 @@ class StabilityMonitor:
         """Watch parameters that were frozen until now; what the alarm has learnt of the others stays."""
         self._read(wait=True)  # what is under way is in the order of the old names
         self.pulse.close()
-        self.pulse = Pulse(self.model, self._calls, self.pulse.watched)
+        self.pulse = Pulse(self.model, self._call, self.pulse.watched)
         self.pulse.arm(self.steps, everything=self._observing)
         self.detector = self.detector.renamed(self.pulse.names)
 
@@ -254,7 +254,7 @@ class StabilityMonitor:
 
     def _culprit(self, step: int, what: str, values: Values) -> str:
         if step == self.steps:
-            return self._calls.trace(what)
+            return self._call.trace(what)
         bad = [self.pulse.names[i] for i in np.flatnonzero(~np.isfinite(values))]
         blocks = [name for name in bad if name.startswith("output/")]
         late = f"it was found {self.steps - step} steps later (wait=True finds the module, before the update)"
@@ -310,7 +310,7 @@ class StabilityMonitor:
         if self._told_of_unseen:
             return
         self._told_of_unseen = True
-        why = _INSIDE_A_GRAPH if self._calls.fresh else _NOT_CALLED
+        why = _INSIDE_A_GRAPH if self._call.fresh else _NOT_CALLED
         warnings.warn(
             f"step {self.steps}: no skip was seen, and such lines are without the norms at skips. {why}",
             StabilityWarning,
@@ -323,7 +323,7 @@ class StabilityMonitor:
         self._closed = True
         self._watching.close()
         self.pulse.close()
-        self._calls.close()
+        self._call.close()
         if not isinstance(self.log, RunLog):
             return
         self.log.close()
