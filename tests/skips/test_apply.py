@@ -124,7 +124,21 @@ def test_placements_that_are_not_there():
     refused(fresh("uvit"), "UViT has no norm after the concatenation.*'concat'", "cs:0.7", placement="norm")
 
 
-@pytest.mark.parametrize("compile_", [torch.compile, lambda model: (model.compile(), model)[1]])
+def compile_the_forward(model):
+    model.forward = torch.compile(model.forward)
+    return model
+
+
+@pytest.mark.parametrize(
+    "compile_",
+    [
+        torch.compile,
+        lambda model: (model.compile(), model)[1],
+        lambda model: nn.DataParallel(torch.compile(model)),
+        compile_the_forward,
+    ],
+    ids=["wrapper", "in place", "wrapped wrapper", "forward"],
+)
 def test_compiled_models_are_refused(compile_):
     with pytest.raises(ValueError, match="the model is compiled; apply to the plain model"):
         scalelong.apply(compile_(fresh()), "cs:0.7")

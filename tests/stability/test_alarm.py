@@ -125,6 +125,20 @@ def test_half_precision_rings_before_its_range_ends():
     assert "mid_block" in str(rung)
 
 
+def test_new_signals_begin_and_the_others_go_on():
+    x = noisy(600, seed=1)
+    x[550:] *= 30
+    old = [Detector(["gradient/a", "loss"]) for _ in range(2)]
+    for step in range(500):
+        for detector in old:
+            detector.update(step, [1.0, x[step]])
+    plain, new = old[0], old[1].renamed(["loss", "gradient/new", "gradient/a"])
+    for step in range(500, 600):
+        expected = plain.update(step, [1.0, x[step]])
+        assert new.update(step, [x[step], 100.0 ** (step > 520), 1.0]) == expected
+    assert plain._quiet_until > 550
+
+
 def test_state_goes_through_json_and_other_models_are_refused():
     x = noisy(300)
     x[250:] *= 30

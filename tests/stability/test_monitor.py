@@ -1,5 +1,6 @@
 """The monitor in real loops of small models, against what the loop itself can compute."""
 
+import contextlib
 import copy
 import json
 import math
@@ -10,6 +11,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -140,6 +142,30 @@ def test_an_input_and_a_target_that_are_not_finite_are_told_apart(tmp_path):
                 monitor.step(loss)
 
 
+def test_a_nan_of_the_first_piece_of_an_accumulated_batch(tmp_path):
+    loop = Loop()
+    inputs = loop.case.inputs
+    with StabilityMonitor(loop.model, tmp_path, logger="none", report=False) as monitor:
+        for factor in (BAD, 1.0):
+            loss = loop.model(**inputs | {"sample": inputs["sample"] * factor}).sample.square().mean()
+            loss.backward()
+        with pytest.raises(NonFiniteError, match="the gradient is not finite; in call 1 of the 2 .* the input of"):
+            monitor.step(loss)
+
+
+def test_a_very_large_gradient_is_written_and_does_not_end_the_loop(tmp_path):
+    loop = Loop()
+    with StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False) as monitor:
+        for _ in range(2):
+            loss = loop.loss()
+            loss.backward()
+            loop.model.in_blocks[0].mlp.fc1.weight.grad[0, 0] = 1e25
+            monitor.step(loss)
+    (row,) = rows_of(tmp_path)
+    assert row["gradient norm"] == pytest.approx(1e25)
+    assert all(map(math.isfinite, row["signals"].values()))
+
+
 def test_going_on_is_the_users_word_and_each_trouble_is_told_once(tmp_path):
     errors = []
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
@@ -152,6 +178,25 @@ def test_going_on_is_the_users_word_and_each_trouble_is_told_once(tmp_path):
         monitor.step(loss)
     monitor.close()
     assert [e.step for e in errors] == [2, 6]
+
+
+def test_a_loop_that_catches_the_error_goes_on_as_if_it_had_been_told_to(tmp_path):
+    loop = Loop()
+    with StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False) as monitor:
+        for factor in (1.0, BAD, 1.0, 1.0):
+            loop.model.zero_grad()
+            loss = loop.loss() * factor
+            loss.backward()
+            with contextlib.suppress(NonFiniteError):
+                monitor.step(loss)
+            assert not monitor._call.fresh
+    bad, row = rows_of(tmp_path)
+    assert (bad["step"], row["step"]) == (2, 4)
+    once = loop.model.out_blocks[2].register_forward_pre_hook(lambda m, args: norms.append(args[0].norm().item()))
+    norms = []
+    loop.loss()
+    once.remove()
+    assert row["signals"]["main norm/0"] == pytest.approx(norms[0])
 
 
 def test_the_log_agrees_with_the_loops_own_numbers(tmp_path):
@@ -238,6 +283,29 @@ def test_sampling_and_copies_in_between_are_not_seen(tmp_path):
     assert all(a["signals"] == b["signals"] for a, b in pairs)
 
 
+def test_the_signals_of_a_step_are_without_validation_and_what_was_repeated(tmp_path):
+    loop = Loop(scaling="ls")
+    rows = []
+    for extra in (False, True):
+        folder = tmp_path / str(extra)
+        with StabilityMonitor(
+            loop.model, folder, interval=1, logger="none", report=False, on_nonfinite="warn"
+        ) as monitor:
+            loop.optimiser.zero_grad()
+            loss = loop.loss()
+            loss.backward()
+            if extra:
+                loop.model.eval()
+                loop.model(**{k: v * 100 if k == "sample" else v for k, v in loop.case.inputs.items()})
+                loop.model.train()
+                with pytest.warns(StabilityWarning, match="the target or the loss itself"):
+                    monitor.step(loss * BAD)
+            else:
+                monitor.step(loss)
+        rows.append(rows_of(folder)[-1]["signals"])
+    assert rows[0] == rows[1]
+
+
 def test_checkpointed_activations_are_counted_once(tmp_path):
     rows = []
     for checkpointing in (False, True):
@@ -268,21 +336,87 @@ def test_a_compiled_model_stays_one_graph_and_shows_its_skips_at_the_interval(tm
     assert {"skip norm/2", "coefficient/2", "output/mid_block"} <= set(rows_of(tmp_path)[0]["signals"])
 
 
-def test_a_model_wrapped_by_ddp(tmp_path):
-    import torch.distributed as dist
-
+@pytest.fixture
+def process_group(tmp_path):
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        loop = Loop()
-        loop.called = nn.parallel.DistributedDataParallel(loop.model)
-        with (
-            pytest.raises(NonFiniteError, match="is mid_block.attn.proj"),
-            StabilityMonitor(loop.called, tmp_path / "run", interval=2, logger="none", report=False) as monitor,
-        ):
-            loop.run(monitor, 4, spoil(loop.model, "mid_block.attn.proj"))
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def fresh_compiler():
+    """What was compiled so often that torch gives up runs as it is, and calls hooks."""
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("process_group", "fresh_compiler")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_wrapped_by_ddp(compiled, tmp_path):
+    loop = Loop()
+    inner = torch.compile(loop.model, backend="eager") if compiled else loop.model
+    loop.called = nn.parallel.DistributedDataParallel(inner)
+    with (
+        pytest.raises(NonFiniteError, match="is mid_block.attn.proj"),
+        StabilityMonitor(loop.called, tmp_path / "run", interval=2, logger="none", report=False) as monitor,
+    ):
+        loop.run(monitor, 4, spoil(loop.model, "mid_block.attn.proj"))
     assert "skip norm/0" in rows_of(tmp_path / "run")[0]["signals"]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_forward_that_is_compiled_after_the_monitor_was_made(tmp_path):
+    loop = Loop()
+    with StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False) as monitor:
+        loop.model.forward = torch.compile(loop.model.forward, backend="eager")
+        loop.run(monitor, 2)
+    assert "skip norm/0" in rows_of(tmp_path)[0]["signals"]
+
+
+def call_the_compiled_model(loop):
+    loop.called = torch.compile(loop.model, backend="eager")
+
+
+def compile_the_loss(loop):
+    loop.loss = torch.compile(loop.loss, backend="eager")
+
+
+def compile_in_the_class(loop):
+    forward = torch.compile(type(loop.model).forward, backend="eager")
+    loop.model.__class__ = type("Compiled", (type(loop.model),), {"forward": forward})
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (call_the_compiled_model, "give the monitor what the loop calls"),
+        (compile_the_loss, "give the monitor what the loop calls"),
+        (compile_in_the_class, "A part of the model was compiled"),
+    ],
+)
+def test_skips_that_a_graph_hides_are_left_out_with_one_sentence(change, words, tmp_path):
+    loop = Loop()
+    change(loop)
+    with (
+        pytest.warns(StabilityWarning, match=f"step 2: no skip was seen.*{words}") as told,
+        StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False) as monitor,
+    ):
+        loop.run(monitor, 4)
+    assert len([w for w in told if w.category is StabilityWarning]) == 1
+    assert [("skip norm/0" in row["signals"], "gradient norm" in row) for row in rows_of(tmp_path)] == [
+        (False, True)
+    ] * 2
+
+
+def test_two_steps_of_the_monitor_for_one_call_of_the_model(tmp_path):
+    loop = Loop()
+    with StabilityMonitor(loop.model, tmp_path, interval=1, logger="none", report=False) as monitor:
+        loss = loop.loss()
+        loss.backward()
+        monitor.step(loss)
+        with pytest.warns(StabilityWarning, match="call monitor.step once per update"):
+            monitor.step(loss)
+    assert ["skip norm/0" in row["signals"] for row in rows_of(tmp_path)] == [True, False]
 
 
 def test_what_arrives_late_names_the_block(tmp_path, monkeypatch):
@@ -305,6 +439,23 @@ def test_what_arrives_late_names_the_block(tmp_path, monkeypatch):
         StabilityMonitor(loop.model, tmp_path, logger="none", report=False) as monitor,
     ):
         loop.run(monitor, 9, spoil(loop.model, "in_blocks.2.mlp.fc1"))
+
+
+def test_what_arrives_when_its_gradients_are_gone_is_not_looked_at_again(tmp_path, monkeypatch):
+    from scalelong.stability.inbox import Inbox
+
+    arrived = Inbox.arrived
+    monkeypatch.setattr(Inbox, "arrived", lambda self, *, wait=False: arrived(self) if wait else iter(()))
+    loop = Loop()
+    monitor = StabilityMonitor(loop.model, tmp_path, logger="none", report=False)
+    monitor.pulse.arm(1, everything=True)
+    loss = loop.loss()
+    loss.backward()
+    loop.model.pos_embed.grad[0] = float("inf")
+    monitor.step(loss)
+    loop.model.zero_grad(set_to_none=False)
+    with pytest.raises(NonFiniteError, match="step 1: the gradient is not finite"):
+        monitor.close()
 
 
 def test_an_overflow_that_the_scaler_skips_is_no_error(tmp_path):
@@ -379,6 +530,29 @@ def test_a_loop_that_resumes_goes_on_with_log_and_alarm(tmp_path):
         monitor.step(1.0)
 
 
+def test_parameters_that_are_unfrozen_later_are_watched_from_then_on(tmp_path):
+    loop = Loop()
+    loop.model.requires_grad_(False)
+    loop.model.out_blocks.requires_grad_(True)
+    with StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False) as monitor:
+        loop.run(monitor, 3)
+        loop.model.requires_grad_(True)
+        with pytest.raises(NonFiniteError, match="step 4: .* gradient is that of in_blocks.0.norm1.bias"):
+            loop.run(monitor, 1, lambda _: loop.model.in_blocks[0].norm1.bias.register_hook(lambda g: g * BAD))
+        loop.model.in_blocks[0].norm1.bias._backward_hooks.clear()
+        loop.run(monitor, 2)
+        assert monitor.detector.seen == 5
+        state = monitor.state_dict()
+    rows = [row["signals"] for row in rows_of(tmp_path) if "signals" in row]
+    assert ["gradient/in_blocks.0" in signals for signals in rows] == [False, True]
+    loop.model.requires_grad_(False)
+    loop.model.out_blocks.requires_grad_(True)
+    with StabilityMonitor(loop.model, tmp_path / "again", logger="none", report=False) as monitor:
+        loop.model.requires_grad_(True)
+        monitor.load_state_dict(state)
+        assert monitor.detector.seen == 5
+
+
 def test_tensorboard_gets_the_same_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -425,17 +599,27 @@ def test_other_wrong_calls_get_a_sentence(tmp_path):
             monitor.step(1.0, timesteps=torch.zeros(1))
         with pytest.raises(ValueError, match="of the same images, got 3 and 2"):
             monitor.step(1.0, timesteps=torch.zeros(2), losses=torch.zeros(3))
+        with pytest.raises(ValueError, match="of the same images, got a single number and 2"):
+            monitor.step(1.0, timesteps=torch.zeros(2), losses=torch.tensor(1.0))
+        with pytest.raises(ValueError, match=r"one number, got a tensor of shape \(4, 2\); give its mean"):
+            monitor.step(torch.zeros(4, 2))
+        assert monitor.steps == 0
 
 
-def test_in_lightnings_order_of_hooks(tmp_path, monkeypatch):
+@pytest.fixture
+def lightning(monkeypatch):
     package = types.ModuleType("lightning.pytorch")
     package.Callback = type("Callback", (), {})
     monkeypatch.setitem(sys.modules, "lightning", types.ModuleType("lightning"))
     monkeypatch.setitem(sys.modules, "lightning.pytorch", package)
+    return package
+
+
+def test_in_lightnings_order_of_hooks(tmp_path, lightning):
     loop = Loop()
     monitor = StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False)
     callback = monitor.lightning_callback()
-    assert isinstance(callback, package.Callback)
+    assert isinstance(callback, lightning.Callback)
     trainer = types.SimpleNamespace(accumulate_grad_batches=2)
     losses = []
     for _ in range(2):
@@ -452,9 +636,39 @@ def test_in_lightnings_order_of_hooks(tmp_path, monkeypatch):
     assert rows_of(tmp_path)[0]["loss"] == pytest.approx(sum(losses) / 2)
 
 
+def test_lightnings_scaler_is_taken_and_the_loss_is_told_unscaled(tmp_path, lightning):
+    loop = Loop()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    trainer = types.SimpleNamespace(
+        accumulate_grad_batches=1, precision_plugin=types.SimpleNamespace(scaler=scaler)
+    )
+    monitor = StabilityMonitor(loop.model, tmp_path, interval=2, logger="none", report=False)
+    callback = monitor.lightning_callback()
+    losses = []
+    for overflow in (float("inf"), 1.0):
+        loop.optimiser.zero_grad()
+        loss = loop.loss()
+        losses.append(loss.item())
+        scaled = scaler.scale(loss)
+        callback.on_before_backward(trainer, None, scaled)
+        scaled.backward()
+        loop.model.in_blocks[0].mlp.fc1.weight.grad[0, 0] *= overflow
+        scaler.unscale_(loop.optimiser)
+        callback.on_before_optimizer_step(trainer, None, loop.optimiser)
+        scaler.step(loop.optimiser)
+        scaler.update()
+    callback.on_train_end(trainer, None)
+    (row,) = rows_of(tmp_path)
+    assert row["skipped steps"] == 1
+    assert row["loss"] == pytest.approx(losses[1])
+
+
 @pytest.mark.slow
-def test_in_a_real_lightning_trainer(tmp_path):
+@pytest.mark.parametrize("overflows", [False, True])
+def test_in_a_real_lightning_trainer(overflows, tmp_path):
     pl = pytest.importorskip("lightning.pytorch")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)  # beyond what half precision holds
+    plugins = [pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)] if overflows else []
     case = CASES["uvit"]
 
     class Module(pl.LightningModule):
@@ -472,7 +686,9 @@ def test_in_a_real_lightning_trainer(tmp_path):
     monitor = StabilityMonitor(module.net, tmp_path, interval=2, logger="none", report=False)
     trainer = pl.Trainer(
         max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        callbacks=[monitor.lightning_callback()],
+        callbacks=[monitor.lightning_callback()], plugins=plugins,
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(range(8)))
-    assert [row["step"] for row in rows_of(tmp_path)] == [2, 4]
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == [2, 4]
+    assert [row.get("skipped steps") for row in rows] == ([2, 4] if overflows else [None, None])

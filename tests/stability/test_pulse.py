@@ -7,7 +7,7 @@ from torch import nn
 
 import scalelong
 from scalelong.stability.pulse import Pulse, Samples
-from scalelong.stability.replay import LastCall
+from scalelong.stability.replay import StepCalls
 
 
 def net():
@@ -16,7 +16,7 @@ def net():
 
 
 def pulse_of(model):
-    return Pulse(model, LastCall(model))
+    return Pulse(model, StepCalls(model))
 
 
 def taken(pulse, loss):
@@ -127,6 +127,24 @@ def test_a_bad_gradient_of_one_bias_is_found_before_its_update(layer, step):
     assert np.isfinite(values[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_gradient_beyond_the_squares_of_float32_is_large_and_not_infinite(dtype):
+    model = net().to(dtype)
+    pulse = pulse_of(model)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e25)
+    values = pulse.glance(torch.tensor(1.0))
+    assert pulse.is_finite(values) == (dtype is torch.float64)
+    pulse.look_again(values)
+    assert pulse.is_finite(values)
+    assert values[1] == pytest.approx(1e25 * 120**0.5, rel=1e-2)
+    assert pulse.gradient_norms()["0"] == pytest.approx(1e25 * 160**0.5, rel=1e-2)
+    model[1].bias.grad[2] = float("inf")
+    pulse.look_again(values)
+    assert not pulse.is_finite(values)
+    assert np.isfinite(values[1])
+
+
 def test_a_glance_shows_the_first_output_alone():
     model = net()
     pulse = pulse_of(model)
@@ -150,6 +168,28 @@ def test_a_gates_odds_and_a_learned_number():
         model(*inputs)
         mean = torch.as_tensor(coefficient).mean().item()
         assert taken(pulse, torch.tensor(1.0))["gate/skip 0"] == pytest.approx(shown(mean), rel=1e-4)
+
+
+def test_what_was_frozen_is_told_and_joins_what_was_watched():
+    model = net()
+    model.requires_grad_(False)
+    model[1].bias.requires_grad_(True)
+    model[2].requires_grad_(True)
+    first = pulse_of(model)
+    assert not first.was_unfrozen()
+    assert [name for name in first.names if name.startswith("output")] == ["output/1", "output/2"]
+    model[1].weight.requires_grad_(True)
+    model[3].requires_grad_(True)
+    model[2].requires_grad_(False)
+    assert first.was_unfrozen()
+    second = Pulse(model, first.call, first.watched)
+    assert not second.was_unfrozen()
+    assert second.blocks == ["1", "2", "3"]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    # The bias stands for its block as before: the weight's gradient would look like a leap.
+    values = taken(second, torch.tensor(1.0))
+    assert [values[f"gradient/{i}"] for i in (1, 2, 3)] == pytest.approx([5**0.5, 5, 5**0.5])
 
 
 def test_samples_follow_values_moves_and_layouts():

@@ -59,6 +59,24 @@ def test_the_outermost_skip_of_a_uvit_is_the_first_blocks_output():
     assert math.isclose(signals["main norm/0"], seen["before_last"].norm().item(), rel_tol=1e-5)
 
 
+def test_a_merge_that_was_not_seen_and_one_without_gradients_are_left_out():
+    case = CASES["uvit"]
+    model = case.model()
+    model.out_blocks[1].requires_grad_(False)
+    observer = Observer(model)
+    case.call(model).sum().backward()
+    observer.measure(blocks=False)
+    assert set(observer.signals()) == {"merge gradient/0", "merge gradient/2"}
+    with observer.watching():
+        model.out_blocks[2]._forward_pre_hooks.clear()
+        case.call(model).sum().backward()
+    observer.measure(blocks=False)
+    assert {f"skip to main/{i}" for i in range(3)} & set(observer.signals()) == {"skip to main/1", "skip to main/2"}
+    model.zero_grad()
+    observer.measure(blocks=False)
+    assert observer.signals() == {}
+
+
 def test_block_gradients_add_up_to_the_whole():
     case = CASES["uvit"]
     model = case.model()

@@ -82,8 +82,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether `torch.compile` holds the model, or a part of it."""
-    return hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules())
+    """Whether `torch.compile` holds the model, or a part of it: as a wrapper, in place, or by its `forward`."""
+    return any(
+        "_orig_mod" in module._modules
+        or module._compiled_call_impl is not None
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
 
 
 def is_sharded(model: nn.Module) -> bool:

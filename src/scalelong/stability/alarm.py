@@ -156,6 +156,20 @@ class Detector:
         order = np.arange(self.seen - steps + RECENT, self.seen) % REFERENCE
         return np.concatenate([self.before[rows][:, order], self.recent.T[rows]], axis=1)
 
+    def renamed(self, names: Sequence[str]) -> Detector:
+        """A detector of these signals, with what this one knows of those that it has; the others begin."""
+        new = Detector(names)
+        new.seen, new._quiet_until = self.seen, self._quiet_until
+        kept = [name for name in self.names if name in new.names]
+        old_places = [self.names.index(name) for name in kept]
+        new_places = [new.names.index(name) for name in kept]
+        for (name, old), array in zip(self._arrays().items(), new._arrays().values(), strict=True):
+            if name == "recent":  # [steps, signals]; of the others signals come first
+                array[:, new_places] = old[:, old_places]
+            else:
+                array[new_places] = old[old_places]
+        return new
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {"names": self.names, "seen": self.seen} | {k: v.tolist() for k, v in self._arrays().items()}

@@ -25,9 +25,10 @@ class NoiseLevels:
     def add(self, timesteps: Tensor, losses: Tensor) -> None:
         """A batch: [B] timesteps, and losses [B] or [B, ...], which are averaged per image."""
         losses = losses.detach().float()
-        if len(losses) != len(timesteps):
+        if not losses.dim() or losses.shape[:1] != timesteps.shape:
+            got = [" × ".join(map(str, each.shape)) or "a single number" for each in (losses, timesteps)]
             raise ValueError(
-                f"losses and timesteps are of the same images, got {len(losses)} and {len(timesteps)}; "
+                f"losses and timesteps [B] are of the same images, got {got[0]} and {got[1]}; "
                 "take the loss with reduction='none'."
             )
         each = losses.flatten(1).mean(1) if losses.dim() > 1 else losses

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 if TYPE_CHECKING:
     from scalelong.stability.monitor import StabilityMonitor
 
@@ -21,8 +24,10 @@ def callback_for(monitor: StabilityMonitor) -> Any:
             self.loss: Any = None
 
         def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-            """Lightning divides the loss by the pieces of an accumulated batch; here it is whole again."""
-            self.loss = loss.detach() * trainer.accumulate_grad_batches
+            """Lightning divides the loss by the pieces of an accumulated batch, and in fp16 multiplies it for the
+            sake of its gradients; here it is as it was."""
+            monitor.scaler = monitor.scaler or _scaler_of(trainer)
+            self.loss = _unscaled(loss.detach(), _scaler_of(trainer)) * trainer.accumulate_grad_batches
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             """Gradients are there."""
@@ -45,6 +50,17 @@ def callback_for(monitor: StabilityMonitor) -> Any:
             monitor.load_state_dict(state_dict)
 
     return MonitorCallback()
+
+
+def _scaler_of(trainer: Any) -> Any:
+    """The GradScaler of a training in fp16; else None."""
+    plugin = getattr(trainer, "precision_plugin", None)
+    return getattr(plugin, "scaler", None)
+
+
+def _unscaled(loss: Tensor, scaler: Any) -> Tensor:
+    # Its scale as a tensor on the device: get_scale() would wait for a GPU.
+    return loss if scaler is None else loss / scaler.scale(torch.ones((), device=loss.device))
 
 
 def _callback_class() -> type:

@@ -21,7 +21,7 @@ from scalelong.stability.alarm import Alarm, Detector
 from scalelong.stability.inbox import Inbox
 from scalelong.stability.levels import NoiseLevels
 from scalelong.stability.pulse import Pulse, Values
-from scalelong.stability.replay import LastCall
+from scalelong.stability.replay import StepCalls
 from scalelong.training.guard import NonFiniteError
 from scalelong.training.log import METRICS, NoLog, RunLog
 from scalelong.training.signals import Observer, Oscillation, Signals
@@ -32,10 +32,18 @@ _ADVICE = (
     "The monitor has changed nothing. A lower learning rate, gradient clipping, bf16 in place of fp16 or a skip "
     "scaling may help."
 )
+_INSIDE_A_GRAPH = (
+    "A part of the model was compiled so that its hooks are not called; compile it by torch.compile(model), and "
+    "give the monitor the result."
+)
+_NOT_CALLED = (
+    "The model was not seen to train since the last monitor.step: give the monitor what the loop calls "
+    "(torch.compile's result), and call monitor.step once per update."
+)
 
 
 class StabilityWarning(UserWarning):
-    """An alarm, or a non-finite step that the loop was told to go on after."""
+    """An alarm, skips that are not seen, or a non-finite step that the loop was told to go on after."""
 
 
 class StabilityMonitor:
@@ -79,6 +87,7 @@ class StabilityMonitor:
         self.folder = Path(folder)
         _check_folder(self.folder, first_step)
         self.model = unwrapped(model)
+        self._called = model
         self.interval = interval
         self.on_alarm = on_alarm
         self.on_nonfinite = on_nonfinite
@@ -88,16 +97,16 @@ class StabilityMonitor:
         self.steps = first_step
         self.alarms: list[Alarm] = []
         self.skipped_steps = 0  # left out by the GradScaler
-        self._call = LastCall(model)
+        self._call = StepCalls(model)
         self.pulse = Pulse(self.model, self._call)
         self.detector = Detector(self.pulse.names)
         self.oscillation = Oscillation()
-        self.observer = _observer(self.model)
-        self._compiled = is_compiled(model)
+        self.observer = _observer(self.model, self._call)
         self._inbox = Inbox()
         self._watching = ExitStack()
         self._observing = False
         self._in_trouble = False
+        self._told_of_unseen = False
         self._losses: list[float] = []
         self._last: Values = np.empty(0, dtype=np.float32)
         self._closed = False
@@ -116,19 +125,24 @@ class StabilityMonitor:
             raise ValueError("this monitor is closed; make a new one, with first_step= and another folder.")
         if (timesteps is None) != (losses is None):
             raise ValueError("the loss by noise level needs both timesteps= and losses=, the loss of each image.")
-        self.steps += 1
+        loss = torch.as_tensor(loss, device=self.pulse.parameters[0].device)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"the loss of a step is one number, got a tensor of shape {tuple(loss.shape)}; give its mean, and "
+                "the loss of each image as losses= with timesteps=."
+            )
         if timesteps is not None and losses is not None:
             self.levels.add(timesteps, losses)
-        loss = torch.as_tensor(loss, device=self.pulse.parameters[0].device)
-        if self.pulse.looking:
-            self._inbox.send(self.steps, *self.pulse.take(loss))
-            rung = self._read(wait=self.wait or self._observing)
-        else:
-            rung = self._judge(self.steps, self.pulse.glance(loss))
-        if self._observing:
-            self._write()
-        self._call.fresh = False
-        self._arm()
+        self.steps += 1
+        if self.pulse.was_unfrozen():
+            self._watch_unfrozen()
+        try:
+            rung = self._look(loss)
+            if self._observing:
+                self._write()
+        finally:  # a loop may go on after an error too
+            self._call.fresh = False
+            self._arm()
         return rung
 
     def close(self) -> None:
@@ -159,6 +173,8 @@ class StabilityMonitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint, without learning anew what is usual."""
+        if self.pulse.was_unfrozen():
+            self._watch_unfrozen()
         self.detector.load_state_dict(state["detector"])
         self.oscillation.load(state["oscillation"])
         self.steps = state["steps"]
@@ -177,6 +193,14 @@ class StabilityMonitor:
         self.folder.mkdir(parents=True, exist_ok=True)
         return RunLog(self.folder, first_step, logger)
 
+    def _watch_unfrozen(self) -> None:
+        """Watch parameters that were frozen until now; what the alarm has learnt of the others stays."""
+        self._read(wait=True)  # what is under way is in the order of the old names
+        self.pulse.close()
+        self.pulse = Pulse(self.model, self._call, self.pulse.watched)
+        self.pulse.arm(self.steps, everything=self._observing)
+        self.detector = self.detector.renamed(self.pulse.names)
+
     def _arm(self) -> None:
         """Put the skips' hooks on, where the coming step is to be observed."""
         self._watching.close()
@@ -184,19 +208,29 @@ class StabilityMonitor:
         self._observing = coming % self.interval == 0
         self.pulse.arm(coming, everything=self._observing)
         if self._observing and self.observer is not None:
+            self.observer.forget()
             self._watching.enter_context(self.observer.watching())
-            if self._compiled:  # a compiled graph calls no hooks
+            if is_compiled(self._called):  # a compiled graph calls no hooks
                 self._watching.enter_context(torch.compiler.set_stance("force_eager"))
 
-    def _read(self, *, wait: bool) -> Alarm | None:
+    def _look(self, loss: Tensor) -> Alarm | None:
+        if self.pulse.looking:
+            self._inbox.send(self.steps, *self.pulse.take(loss))
+            return self._read(wait=self.wait or self._observing, in_step=True)
+        return self._judge(self.steps, self.pulse.glance(loss), in_step=True)
+
+    def _read(self, *, wait: bool, in_step: bool = False) -> Alarm | None:
         rung = None
         for step, taken, note in self._inbox.arrived(wait=wait):
             values = self.pulse.read(taken, note)
             self._last = values
-            rung = self._judge(step, values) or rung
+            rung = self._judge(step, values, in_step=in_step and step == self.steps) or rung
         return rung
 
-    def _judge(self, step: int, values: Values) -> Alarm | None:
+    def _judge(self, step: int, values: Values, *, in_step: bool) -> Alarm | None:
+        """`in_step` says that the step's gradients are still there, to be looked at again."""
+        if in_step and not self.pulse.is_finite(values):
+            self.pulse.look_again(values)
         if self._is_bad(step, values):
             return None
         self._losses.append(float(values[0]))
@@ -206,7 +240,7 @@ class StabilityMonitor:
 
     def _is_bad(self, step: int, values: Values) -> bool:
         """Report a step that is not finite; of several in a row, the first."""
-        if np.isfinite(values[: self.pulse.telling]).all():
+        if self.pulse.is_finite(values):
             self._in_trouble = False
             return False
         if self.scaler is not None and math.isfinite(values[0]) and self.scaler.get_scale() > 1:
@@ -215,18 +249,19 @@ class StabilityMonitor:
         if not self._in_trouble:
             self._in_trouble = True
             what = "gradient" if math.isfinite(values[0]) else "loss"
-            self._report_bad(NonFiniteError(step, what, self._culprit(step, values), _ADVICE))
+            self._report_bad(NonFiniteError(step, what, self._culprit(step, what, values), _ADVICE))
         return True
 
-    def _culprit(self, step: int, values: Values) -> str:
+    def _culprit(self, step: int, what: str, values: Values) -> str:
         if step == self.steps:
-            return self._call.trace()
+            return self._call.trace(what)
         bad = [self.pulse.names[i] for i in np.flatnonzero(~np.isfinite(values))]
         blocks = [name for name in bad if name.startswith("output/")]
         late = f"it was found {self.steps - step} steps later (wait=True finds the module, before the update)"
         if blocks:
             return f"the first block with a non-finite output is {blocks[0].partition('/')[2]}; {late}"
-        return f"no block's output was seen to be non-finite, but {', '.join(bad[:3])}; {late}"
+        large = "" if np.isnan(values).any() else " (or a norm beyond 1e19, where float32 ends)"
+        return f"no block's output was seen to be non-finite, but {', '.join(bad[:3])}{large}; {late}"
 
     def _report_bad(self, error: NonFiniteError) -> None:
         self.log.write(error.step, nonfinite={"what": error.what, "culprit": error.culprit})
@@ -252,6 +287,8 @@ class StabilityMonitor:
         signals = {name: v for name, v in seen if not v < 0 and name != "loss"} | gradients
         if self.observer is not None:
             self._watching.close()
+            if not self.observer.squares:
+                self._tell_of_unseen()
             self.observer.measure(blocks=False)
             signals |= self.observer.signals()
         by_noise = self.levels.take()
@@ -266,6 +303,18 @@ class StabilityMonitor:
             seconds_per_step=seconds,
             signals=signals,
             oscillation=self.oscillation.update(main | signals),
+        )
+
+    def _tell_of_unseen(self) -> None:
+        """Say once why a line is without the norms at its skips."""
+        if self._told_of_unseen:
+            return
+        self._told_of_unseen = True
+        why = _INSIDE_A_GRAPH if self._call.fresh else _NOT_CALLED
+        warnings.warn(
+            f"step {self.steps}: no skip was seen, and such lines are without the norms at skips. {why}",
+            StabilityWarning,
+            stacklevel=4,
         )
 
     def _let_go(self) -> None:
@@ -284,9 +333,9 @@ class StabilityMonitor:
             write_monitor_report(self.folder, self.folder / REPORT)
 
 
-def _observer(model: nn.Module) -> Observer | None:
+def _observer(model: nn.Module, calls: StepCalls) -> Observer | None:
     try:
-        return Observer(model)
+        return Observer(model, calls.watches)
     except UnsupportedModelError as error:
         warnings.warn(
             f"{error} The monitor goes on without the signals of skips: loss, gradients, updates, outputs.",

@@ -8,7 +8,7 @@ them, and the arithmetic on the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from scalelong.skips.apply import scaling_of
 from scalelong.skips.scalers import FixedScale, GatedScale
 from scalelong.stability.hooks import Unkept
-from scalelong.stability.replay import LastCall
+from scalelong.stability.replay import StepCalls
 from scalelong.training.guard import tensors_in
 from scalelong.training.signals import block_of
 
@@ -43,23 +43,25 @@ class Pulse:
     gradient is finite is looked at in every step, so that a bad one is known before its update.
     A GPU does not wait and shows everything in every step: there only an output names the block of a NaN, which is
     found late.
+    Watched are the parameters in training, and those `also` named.
     """
 
-    def __init__(self, model: nn.Module, call: LastCall) -> None:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    def __init__(self, model: nn.Module, call: StepCalls, also: Collection[str] = ()) -> None:
+        watched = {name: p.requires_grad or name in also for name, p in model.named_parameters()}
+        named = [(name, p) for name, p in model.named_parameters() if watched[name]]
         if not named:
             raise ValueError(
                 f"{type(model).__name__} has no parameter to train; give the monitor the model in training."
             )
         self.call = call
+        self.watched = [name for name, _ in named]
+        self._frozen = [p for name, p in model.named_parameters() if not watched[name]]
         self.parameters = [p for _, p in named]
         prefix = shared_prefix([name for name, _ in named])
         self._block_of = [_block(name, prefix) for name, _ in named]
         self.blocks = list(dict.fromkeys(self._block_of))
-        largest = {b: max((p for p, of in self._in_blocks() if of == b), key=Tensor.numel) for b in self.blocks}
-        places = {id(p): place for place, p in enumerate(self.parameters)}
-        self._largest = [places[id(p)] for p in largest.values()]
-        self._samples = Samples(list(largest.values()))
+        self._largest = [self._largest_of(block, also) for block in self.blocks]
+        self._samples = Samples([self.parameters[place] for place in self._largest])
         self._wide = torch.float64 if any(p.dtype is torch.float64 for p in self.parameters) else torch.float32
         self._before: Tensor | None = None
         self._step = self._step_before = 0
@@ -80,6 +82,11 @@ class Pulse:
         self.names = ["loss", *(f"{kind}/{name}" for kind, names in shown.items() for name in names)]
         self.telling = 2 + len(self.blocks)  # the first of them tell whether a step is finite
 
+    def _largest_of(self, block: str, also: Collection[str]) -> int:
+        """The place of a block's largest weight; what stood for a block before more was unfrozen still does."""
+        places = [place for place, of in enumerate(self._block_of) if of == block]
+        return max(places, key=lambda place: (self.watched[place] in also, self.parameters[place].numel()))
+
     def _in_blocks(self) -> Iterator[tuple[nn.Parameter, str]]:
         return zip(self.parameters, self._block_of, strict=True)
 
@@ -94,6 +101,10 @@ class Pulse:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
+
+    def was_unfrozen(self) -> bool:
+        """Whether a parameter that is not watched is in training now."""
+        return any(p.requires_grad for p in self._frozen)
 
     def arm(self, step: int, *, everything: bool) -> None:
         """Say which step is coming, and whether it is to show everything."""
@@ -157,13 +168,33 @@ class Pulse:
             np.divide(odds, np.maximum(self._limits - odds, 1e-6), out=odds, where=self._limits < np.inf)
         return values
 
+    def is_finite(self, values: Values) -> bool:
+        """Whether a step's loss and gradients are."""
+        return bool(np.isfinite(values[: self.telling]).all())
+
+    @torch.no_grad()
+    def look_again(self, values: Values) -> None:
+        """Take the gradients of a step's values anew, in float64, as long as they are there; waits for the device.
+
+        float32 holds no square of 1e19: a gradient of that norm is large, and not infinite.
+        """
+        norms, total = self._gradients(torch.float64)
+        for place, norm in enumerate(norms, start=1):
+            if norm is not None and not np.isfinite(values[place]):
+                values[place] = _narrow(norm.item())
+        if total is not None:
+            values[self.telling - 1] = UNSEEN if total.isfinite() else total.item()
+
     @torch.no_grad()
     def gradient_norms(self) -> dict[str, float]:
         """‖∇‖ of each block that has one, of all its parameters; waits for the device."""
         there = [(b, p.grad) for p, b in self._in_blocks() if p.grad is not None]
         if not there:
             return {}
-        norms = torch.stack(torch._foreach_norm([gradient for _, gradient in there], 2, self._wide)).tolist()
+        gradients = [gradient for _, gradient in there]
+        norms = torch.stack(torch._foreach_norm(gradients, 2, self._wide)).tolist()
+        if not all(map(math.isfinite, norms)):
+            norms = torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).tolist()
         found: dict[str, float] = {}
         for (block, _), norm in zip(there, norms, strict=True):
             found[block] = math.hypot(found.get(block, 0.0), norm)
@@ -182,14 +213,17 @@ class Pulse:
         """A skip's mean coefficient."""
         _keep_larger(self._means, skip, output.mean(dtype=torch.float32).abs())
 
-    def _gradients(self) -> tuple[list[Tensor | None], Tensor | None]:
-        """‖∇‖ of each block's largest weight, and the sum over all weights: finite where every gradient is."""
+    def _gradients(self, wide: torch.dtype | None = None) -> tuple[list[Tensor | None], Tensor | None]:
+        """‖∇‖ of each block's largest weight, and the sum over all weights: finite where every gradient is.
+
+        `wide` is what they are taken and given in; by default taken in the parameters' own and given in float32.
+        """
         gradients = [p.grad for p in self.parameters]
         there = [g for g in gradients if g is not None]
         if not there:
             return [None] * len(self.blocks), None
-        norms = torch._foreach_norm(there, 2, self._wide)
-        if self._wide is torch.float64:
+        norms = torch._foreach_norm(there, 2, wide or self._wide)
+        if wide is None and self._wide is torch.float64:
             norms = tuple(norm.float() for norm in norms)
         of_each = iter(norms)
         found = [None if g is None else next(of_each) for g in gradients]
@@ -259,6 +293,11 @@ class _Showing(Unkept):
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """What norms are taken in: squares of half precision would overflow, and torch does not narrow."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _narrow(norm: float) -> float:
+    """As a float32, which what is finite does not leave."""
+    return min(norm, float(np.finfo(np.float32).max)) if math.isfinite(norm) else norm
 
 
 def _keep_larger(seen: dict[str, Tensor], name: str, value: Tensor) -> None:

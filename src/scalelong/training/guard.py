@@ -51,13 +51,13 @@ def find_culprit(model: nn.Module, loss: Callable[[], Tensor], anywhere: Callabl
         return NOT_AGAIN
     model.zero_grad()
     maker = first_bad_gradient(model, lambda: loss().backward())
-    bad = [name for name, p in model.named_parameters() if p.grad is not None and not part(p.grad).isfinite().all()]
+    bad = first_bad_parameter(model)
     model.zero_grad()
     made_by_a_module = anywhere(maker is not None)
     if maker:
         return f"the first module with a non-finite gradient is {maker}"
     # A process that holds parts of the weights has parts of all gradients, those that another one spoilt too.
-    return f"the first non-finite gradient is that of {bad[-1]}" if bad and not made_by_a_module else NOT_AGAIN
+    return f"the first non-finite gradient is that of {bad}" if bad and not made_by_a_module else NOT_AGAIN
 
 
 def first_bad_output(model: nn.Module, run: Callable[[], Any]) -> tuple[str | None, Any]:
@@ -93,6 +93,13 @@ def first_bad_gradient(model: nn.Module, run: Callable[[], Any]) -> str | None:
         warnings.simplefilter("ignore")  # torch's remarks on hooks at the edges of the graph
         run()
     return found[0] if found else None
+
+
+def first_bad_parameter(model: nn.Module) -> str | None:
+    """Of the parameters whose gradient is not finite, the last, which the backward pass came to first."""
+    gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    bad = [name for name, gradient in gradients if not part(gradient).isfinite().all()]
+    return bad[-1] if bad else None
 
 
 def _names(model: nn.Module) -> dict[nn.Module, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from scalelong.data.files import write_whole
 from scalelong.training.trackers import trackers
 
 METRICS = "metrics.jsonl"
+# JSON has no such numbers: a line holds their names, in quotes, and `read_metrics` gives the numbers back.
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class RunLog:
@@ -33,7 +36,7 @@ class RunLog:
         self.file = folder / METRICS
         if self.file.is_file():
             kept = [row for row in read_metrics(folder) if row["step"] <= resumed_at]
-            write_whole(self.file, "".join(json.dumps(row) + "\n" for row in kept))
+            write_whole(self.file, "".join(_line(row) for row in kept))
         self.trackers = trackers(logger, folder, resumed_at, config)
         self.stream = self.file.open("a")
 
@@ -45,7 +48,7 @@ class RunLog:
 
     def write(self, step: int, **values: Any) -> None:
         """One line: the step and its values; groups of values may nest once."""
-        self.stream.write(json.dumps({"step": step, **values}) + "\n")
+        self.stream.write(_line({"step": step, **values}))
         self.stream.flush()
         numbers = {name: value for name, value in _flat(values) if isinstance(value, (int, float))}
         for tracker in self.trackers:
@@ -56,6 +59,30 @@ class RunLog:
         self.stream.close()
         for tracker in self.trackers:
             tracker.close(failed)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(_named(row), allow_nan=False) + "\n"
+
+
+def _named(value: Any) -> Any:
+    """With the names of numbers that are not finite in their place."""
+    if isinstance(value, Mapping):
+        return {key: _named(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_named(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)
+    return value
+
+
+def _numbered(value: Any) -> Any:
+    """What `_named` was given."""
+    if isinstance(value, dict):
+        return {key: _numbered(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_numbered(inner) for inner in value]
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -85,9 +112,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     rows = []
     for line in (folder / METRICS).read_text().splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             break
+        rows.append(_numbered(row) if any(f'{name}"' in line for name in _NOT_FINITE) else row)
     return rows
 
 

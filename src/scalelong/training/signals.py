@@ -8,7 +8,7 @@ independent normal values around 0, 2 for one that changes its sign each time.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
@@ -28,10 +28,11 @@ _WINDOW = 20
 
 
 class Observer:
-    """Watches the merges of a model's skips during one step."""
+    """Watches the merges of a model's skips during one step, in the calls for which `watches` is true."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, watches: Callable[[], bool] | None = None) -> None:
         self.model = model
+        self.watches = watches or in_training_forward
         self.adapter = adapter_for(model)
         self.skips = self.adapter.find(model)
         # One value per piece of the batch: squares of norms, and means.
@@ -57,7 +58,7 @@ class Observer:
 
     def _see_merge(self, skip: LongSkip) -> Any:
         def see(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            if not in_training_forward():
+            if not self.watches():
                 return
             with torch.no_grad():
                 main, part = self.adapter.merge_inputs(skip, args, kwargs)
@@ -68,7 +69,7 @@ class Observer:
 
     def _see_gate(self, index: int) -> Any:
         def see(_: nn.Module, args: Any, output: Tensor) -> None:
-            if in_training_forward():
+            if self.watches():
                 self.means[f"coefficient/{index}"].append(output.detach().float().mean())
 
         return see
@@ -77,26 +78,34 @@ class Observer:
     def measure(self, world: World | None = None, *, blocks: bool = True) -> None:
         """Put what was seen, and the norms of the gradients that are there now, into one vector on the device.
 
+        A skip whose hooks were not called, inside of a compiled graph, is left out.
         What was seen is of the whole batch: of all its pieces, and of all processes. `blocks=False` leaves out the
         gradients of all blocks, for those who have them already.
         """
         world = world or World()
-        squares = world.sum(torch.stack([torch.stack(pieces).sum() for pieces in self.squares.values()]))
-        values = dict(zip(self.squares, squares.sqrt(), strict=True))
+        values: dict[str, Tensor] = {}
+        if self.squares:
+            squares = world.sum(torch.stack([torch.stack(pieces).sum() for pieces in self.squares.values()]))
+            values |= dict(zip(self.squares, squares.sqrt(), strict=True))
         if self.means:
             means = world.mean(torch.stack([torch.stack(pieces).mean() for pieces in self.means.values()]))
             values |= dict(zip(self.means, means, strict=True))
-        for index in range(len(self.skips)):
-            values[f"skip to main/{index}"] = values[f"skip norm/{index}"] / values[f"main norm/{index}"]
         for skip in self.skips:
-            gradients = [p.grad for p in skip.block.parameters() if p.grad is not None]
-            values[f"merge gradient/{skip.index}"] = total_norm(gradients).float()
+            if (norm := values.get(f"skip norm/{skip.index}")) is not None:
+                values[f"skip to main/{skip.index}"] = norm / values[f"main norm/{skip.index}"]
+        for skip in self.skips:
+            if gradients := [p.grad for p in skip.block.parameters() if p.grad is not None]:
+                values[f"merge gradient/{skip.index}"] = total_norm(gradients).float()
         if blocks:
             values |= {f"gradient/{block}": norm for block, norm in gradient_norms(self.model).items()}
+        self.forget()
+        self.names = list(values)
+        self.values = torch.stack([v.float().reshape(()) for v in values.values()]) if values else torch.zeros(0)
+
+    def forget(self) -> None:
+        """Let go of what was seen and not measured."""
         self.means.clear()
         self.squares.clear()
-        self.names = list(values)
-        self.values = torch.stack([v.float().reshape(()) for v in values.values()])
 
     def signals(self) -> Signals:
         """The last measurement: one transfer from the device."""

@@ -1,0 +1,70 @@
+"""metrics.jsonl: what is written comes back, and any JSON parser takes it."""
+
+import json
+import math
+
+import pytest
+
+from scalelong.report.monitor import write_monitor_report
+from scalelong.training.log import RunLog, read_metrics
+
+ROW = {
+    "loss": math.nan,
+    "signals": {"a": math.inf, "b": -math.inf, "c": 1.5, "name": "NaNny"},
+    "list": [1, math.nan],
+}
+
+
+def strict(line):
+    """As parsers do that keep to the standard."""
+
+    def refuse(name):
+        raise ValueError(name)
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def test_numbers_that_are_not_finite_are_strict_json_and_come_back(tmp_path):
+    for resumed_at in (0, 2):
+        with RunLog(tmp_path, resumed_at, logger="none") as log:
+            log.write(resumed_at + 1, **ROW)
+            log.write(resumed_at + 2, loss=1.0)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [strict(line)["loss"] for line in lines] == ["NaN", 1.0] * 2
+    assert strict(lines[0])["signals"] == {"a": "Infinity", "b": "-Infinity", "c": 1.5, "name": "NaNny"}
+    rows = read_metrics(tmp_path)
+    for row in (rows[0], rows[2]):
+        assert math.isnan(row["loss"])
+        assert row["signals"] == ROW["signals"]
+        assert math.isnan(row["list"][1])
+    assert rows[1] == {"step": 2, "loss": 1.0}
+
+
+def test_logs_with_bare_names_of_such_numbers_are_read_as_well(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": NaN}\n{"step": 2, "loss": -Infinity}\n{"step": 3, "lo'
+    )
+    first, second = read_metrics(tmp_path)
+    assert math.isnan(first["loss"])
+    assert second["loss"] == -math.inf
+
+
+def test_a_tracker_gets_the_numbers_themselves(tmp_path):
+    got = []
+    with RunLog(tmp_path, logger="none") as log:
+        log.trackers = [type("T", (), {"log": lambda _, step, n: got.append(n), "close": lambda _, failed: None})()]
+        log.write(1, **ROW)
+    assert got[0]["signals/a"] == math.inf
+    assert math.isnan(got[0]["loss"])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_report_is_drawn_of_a_log_with_them(tmp_path, bad):
+    with RunLog(tmp_path, logger="none") as log:
+        for step in (1, 2, 3):
+            more = {"gradient norm": bad if step == 2 else 1.0, "seconds_per_step": 0.1}
+            log.write(step, loss=bad if step == 2 else 1.0, signals={"output/a": bad, "skip norm/0": 1.0}, **more)
+        log.write(3, alarm={"step": 3, "signal": "loss", "layer": "", "factor": bad, "score": 9.0, "others": []})
+    write_monitor_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert f"loss at {bad:.3g} times" in page
