@@ -127,7 +127,10 @@ def test_report_reads_run_folders(compared, tmp_path):
         (["compare", "--set", "model.scaling=ls"], "choose it with --scalings, got --set model.scaling=ls"),
         (["compare", "--set", "train.seed=3"], "choose it with --seeds, got --set train.seed=3"),
         (["compare", "--out", __file__], "is a file; --out is a folder for the runs and their report"),
-        (["report", "nowhere"], "nowhere is no run folder"),
+        (
+            ["report", "nowhere"],
+            "nowhere is no run folder: it has no config.json. scalelong train --out nowhere makes one.",
+        ),
     ],
 )
 def test_bad_usage_exits_2_with_a_sentence(args, says, monkeypatch, capsys, tmp_path):

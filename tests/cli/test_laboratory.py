@@ -79,7 +79,7 @@ def test_data_and_model_give_advice_and_a_page(small, tmp_path):
         (["kappa", "--probe", "--kappas", "1,x"], "--kappas are numbers separated by commas"),
         (["kappa", "--probe", "--kappas", "0.9,0.8"], "κ = 1 is one of two or more"),
         (["kappa", "--probe", "--seeds", "0"], "at least two different seeds"),
-        (["kappa", "--probe", "cifar10-nothing"], "there is no recipe named"),
+        (["kappa", "--probe", "cifar10-nothing"], "unknown recipe 'cifar10-nothing'"),
         (["theory", "--skips", "1"], "num_skips is at least 2, got 1"),
         (["theory", "--data", "nowhere"], "no prepared dataset"),
     ],

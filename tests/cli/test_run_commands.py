@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 from scalelong.backbones.memory import StepBytes
 from scalelong.cli import main
 from scalelong.cli.main import app
+from scalelong.cli.train import RECIPES
+from scalelong.presets import RUN_PRESETS
 
 TINY = [
     "--set",
@@ -103,6 +105,14 @@ def test_a_dry_run_writes_nothing(data, monkeypatch):
     assert not out.exists()
 
 
+def test_a_run_shorter_than_its_warm_up_is_warned_of(data, monkeypatch):
+    monkeypatch.setattr("scalelong.costs.step_bytes", lambda *_: StepBytes(0, 0))
+    args = ["train", "cifar10-uvit-xs", "--data", str(data / "store"), "--dry-run"]
+    for steps, warned in ((200, True), (2500, False)):
+        told = CliRunner().invoke(app, [*args, "--set", f"train.steps={steps}"]).stderr
+        assert ("200 steps end at 8% of train.lr; for a short run --set train.warmup_steps=20" in told) == warned
+
+
 @pytest.mark.parametrize(
     "preset", ["digits", "cifar10-uvit-xs", "cifar10-uvit-s", "cifar10-uvit-s-deep", "cifar10-unet"]
 )
@@ -122,7 +132,8 @@ def test_every_recipe_resolves(data, preset, condition, monkeypatch):
     ("args", "says"),
     [
         (["prepare", "nowhere", "--out", "x"], "no file or folder 'nowhere'"),
-        (["train", "cifar11"], "no recipe named 'cifar11'; there is digits, cifar10-uvit-xs"),
+        (["train", "mnist"], "unknown recipe 'mnist'; the known ones are digits, cifar10-uvit-xs"),
+        (["train", "cifar10-uvit-sx"], "did you mean cifar10-uvit-xs? The known ones are digits"),
         (["train", "digits", "--scaling", "cs:3"], "κ lies in (0, 1], got 3.0"),
         (["train", "digits", "--set", "train.step=3"], "unknown setting 'train.step'"),
         (["train", "digits", "--set", "train.steps"], "NAME=VALUE"),
@@ -167,6 +178,12 @@ def test_bad_requests_to_a_run(trained, data, monkeypatch, capsys):
 def test_every_command_has_an_example_in_its_help():
     for command in ("inspect", "prepare", "train", "sample", "evaluate", "export", "compare", "report"):
         assert f"scalelong {command}" in " ".join(run(command, "--help").split("Usage")[1].split()[3:])
+
+
+def test_the_help_of_train_names_every_recipe():
+    assert tuple(RUN_PRESETS) == RECIPES
+    told = "".join(c for c in run("train", "--help") if c not in " │\n")
+    assert all(name in told for name in RECIPES)
 
 
 @pytest.fixture

@@ -85,6 +85,18 @@ def sampling_of(config: RunConfig, **given: Any) -> dict[str, Any]:
     return {**asdict(config.sampling), **{key: value for key, value in given.items() if value is not None}}
 
 
+def say_warm_up(config: RunConfig) -> None:
+    """A training that ends while its learning rate still rises is seldom meant."""
+    steps, warm_up = config.train.steps, config.train.warmup_steps
+    if steps < warm_up and is_first_process():
+        typer.echo(
+            f"warning: the learning rate rises over train.warmup_steps={warm_up} steps, so that {steps:,} steps "
+            f"end at {steps / warm_up:.0%} of train.lr; for a short run --set "
+            f"train.warmup_steps={max(1, steps // 10)}.",
+            err=True,
+        )
+
+
 def check_output_file(out: Path, such_as: str) -> None:
     """A file can be written there, as far as its name goes: told before the work, not after it."""
     if out.is_dir():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import check_output_file, print_result, progress_bar
+from scalelong.cli.common import check_output_file, print_result, progress_bar, say_warm_up
 from scalelong.cli.plan import comparison_plan, comparison_text, opened_data
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ EXAMPLES = (
 
 
 def compare(
-    preset: Annotated[str, typer.Argument(help="A recipe; see scalelong train.")] = "digits",
+    preset: Annotated[str, typer.Argument(help="A recipe; scalelong train --help names them.")] = "digits",
     data: Annotated[Path | None, typer.Option(help="A folder that prepare wrote; the digits without it.")] = None,
     scalings: Annotated[str, typer.Option(help="Which, separated by commas.")] = "none,1/sqrt2,cs:0.7,ls",
     seeds: Annotated[str, typer.Option(help="Which, separated by commas.")] = "0,1",
@@ -59,6 +59,7 @@ def compare(
         _check_shared(setting)
     small = DIGITS_SETTINGS if preset == "digits" else ()
     base = with_overrides(run_preset(preset), [*small, *(settings or [])])
+    say_warm_up(base)
     device = experiment.default_device()
     with opened_data(data, dry_run) as store:
         judging = Judging(**_sampled(features, evaluate_num, store), held_out=held_out)

@@ -63,9 +63,10 @@ def read_run(folder: Path) -> Run:
         config = from_dict(RunConfig, json.loads((folder / "config.json").read_text()))
         environment = json.loads((folder / "environment.json").read_text())
         rows = read_metrics(folder)
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(
-            f"{folder} is no run folder: {error}. scalelong train --out {folder} makes one."
+            f"{folder} is no run folder: it has no {Path(error.filename).name}. "
+            f"scalelong train --out {folder} makes one."
         ) from error
     except ValueError as error:
         raise ValueError(f"{folder}: config.json or environment.json is not as train wrote it ({error})") from error
