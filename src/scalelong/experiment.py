@@ -121,7 +121,7 @@ def _train(
     loader = loader_for(config, store, device)
     fit = Fit(config, Stepper(model, process_of(config), loader, config.train, world), out)
     if world.is_first:
-        open_run(config, out, text)  # last: settings that cannot be leave no folder behind
+        open_run(config, out, text, store.manifest.classes)  # last: settings that cannot be leave no folder behind
     world.wait()
     resumed_at = fit.resume()
     if len({int(step) for step in world.gather(torch.tensor([resumed_at], device=device))}) > 1:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from scalelong.backbones.memory import StepBytes
 from scalelong.cli import main
 from scalelong.cli.main import app
+from scalelong.cli.sample import class_number
 from scalelong.cli.train import RECIPES
 from scalelong.presets import RUN_PRESETS
 
@@ -87,12 +88,34 @@ def test_a_folder_of_pictures_becomes_samples_and_a_number(trained, data, monkey
     monkeypatch.setenv("HOME", str(data))
     grid = data / "grid.png"
     told = run("sample", trained, "--num", 4, "--out", grid, "--steps", 3, "--class", 1, "--guidance", 2)
-    assert "4 images, weights of step 5 averaged at 0.9, dpm++ with 3 steps" in told
+    assert "4 images of class 1 (dog), weights of step 5 averaged at 0.9, dpm++ with 3 steps" in told
     assert Image.open(grid).size[0] >= 17
     args = ["evaluate", trained, "--data", data / "store", "--num", 16, "--steps", 3, "--features", "pixels"]
     quality = json.loads(run(*args, "--json"))
     assert quality["fid"] > 0
     assert "16 samples (dpm++, 3 steps" in quality["protocol"]
+
+
+def test_a_class_is_asked_for_by_name_or_number(trained, data):
+    assert json.loads((trained / "classes.json").read_text()) == ["cat", "dog"]
+    args = ["sample", trained, "--num", 1, "--steps", 1, "--out", data / "one.png"]
+    drawn = []
+    for asked in ("dog", "1"):
+        assert "1 images of class 1 (dog), weights" in run(*args, "--class", asked)
+        drawn.append((data / "one.png").read_bytes())
+    assert drawn[0] == drawn[1]
+
+
+def test_a_name_goes_before_a_number_and_old_runs_know_no_names():
+    assert class_number("2", 3, ["2", "10", "1"]) == 0
+    assert class_number("2", 3, None) == 2
+    for asked, names, says in (
+        ("cats", None, r"in 0 … 2, as it keeps no names of its classes for this run, got cats"),
+        ("x", [f"c{i}" for i in range(99)], "c18, c19 … for this run, got x"),
+        ("-1", None, "got -1"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            class_number(asked, 3, names)
 
 
 def test_a_dry_run_writes_nothing(data, monkeypatch):
@@ -162,7 +185,8 @@ def test_bad_requests_to_a_run(trained, data, monkeypatch, capsys):
         (["--ema", "0.5"], "keeps the averages 0.9, got 0.5"),
         (["--sampler", "euler"], "unknown sampler 'euler'"),
         (["--steps", "0"], "1 … 1000, got 0"),
-        (["--class", "7"], "--class is in 0 … 1 for this run, got 7"),
+        (["--class", "7"], "--class is in 0 … 1 or one of cat, dog for this run, got 7"),
+        (["--class", "cats"], "--class is in 0 … 1 or one of cat, dog for this run, got cats"),
         (["--guidance", "nan"], "guidance is a number, 1 for none, got nan"),
         (["--device", "tpu"], "the device is cpu, cuda or cuda:N, got 'tpu'"),
         (["--device", "cuda:99"], "GPUs that torch can use, got 'cuda:99'; try cpu"),

@@ -22,6 +22,7 @@ from scalelong.training.posthoc import reconstruct
 from scalelong.world import usable_device
 
 CONFIG, ENVIRONMENT, SAMPLES, TEXT = "config.json", "environment.json", "samples", "text.safetensors"
+CLASSES = "classes.json"
 # May differ between a run and its resumption: they change how long, how often and where, not what is computed.
 _HOW_OFTEN = ("steps", "log_every", "sample_every", "checkpoint_every", "keep_checkpoints")
 _MAY_CHANGE = (*_HOW_OFTEN, "execution", "parallel")
@@ -36,6 +37,7 @@ class LoadedRun:
     step: int
     ema_rate: float | str  # or "post-hoc WIDTH"
     text: KeptText | None = None  # the captions that a text run keeps, and where its encoder is
+    class_names: list[str] | None = None  # None as well for a run whose folder does not tell them
 
     @property
     def num_classes(self) -> int | None:
@@ -89,7 +91,18 @@ def load_run(
             "config that the run was trained with."
         ) from error
     text = KeptText.read(folder / TEXT) if config.data.condition == "text" else None
-    return LoadedRun(config, model.eval(), step, rate, text)
+    return LoadedRun(config, model.eval(), step, rate, text, _read_classes(folder, num_classes(config)))
+
+
+def _read_classes(folder: Path, count: int | None) -> list[str] | None:
+    if count is None or not (folder / CLASSES).is_file():
+        return None
+    names: list[str] = json.loads((folder / CLASSES).read_text(encoding="utf-8"))
+    if len(names) != count:
+        raise ValueError(
+            f"{folder / CLASSES} has {len(names)} names for the {count} classes of the run; remove it."
+        )
+    return names
 
 
 def read_config(folder: Path) -> RunConfig:
@@ -141,10 +154,12 @@ def _differences(before: Any, now: Any, where: str = "") -> list[str]:
     return [f"{where} was {before!r} and is {now!r}"] if before != now else []
 
 
-def open_run(config: RunConfig, out: Path, text: KeptText | None) -> None:
+def open_run(config: RunConfig, out: Path, text: KeptText | None, class_names: list[str] | None) -> None:
     """Make the run's folder, or go on with the one that is there."""
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / ENVIRONMENT, json.dumps(environment(), indent=2))
     if text is not None and not (out / TEXT).is_file():
         text.write(out / TEXT)
+    if config.data.condition == "class" and class_names and not (out / CLASSES).is_file():
+        write_whole(out / CLASSES, json.dumps(class_names, ensure_ascii=False))
     write_whole(out / CONFIG, json.dumps(to_dict(config), indent=2, ensure_ascii=False))
