@@ -93,6 +93,9 @@ def test_a_folder_of_pictures_becomes_samples_and_a_number(trained, data, monkey
     args = ["evaluate", trained, "--data", data / "store", "--num", 16, "--steps", 3, "--features", "pixels"]
     quality = json.loads(run(*args, "--json"))
     assert quality["fid"] > 0
+    told = CliRunner().invoke(app, [*map(str, args)])
+    assert "16 samples are few for features of 192 numbers" in told.stdout
+    assert "comparing the features: KID" in told.stderr
     assert "16 samples (dpm++, 3 steps" in quality["protocol"]
 
 
