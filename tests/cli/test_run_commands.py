@@ -80,7 +80,7 @@ def trained(data):
     assert first == {"out": str(out), "done": True, "step": 3}
     again = json.loads(run(*args, "--set", "train.steps=5", "--set", "data.condition=class", "--json"))
     assert again["step"] == 5
-    assert "Skip scaling on digits" in (out / "report.html").read_text()
+    assert "cs:0.7 with the recipe digits" in (out / "report.html").read_text()
     return out
 
 

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,11 @@ import pytest
 from scalelong.config import ModelConfig, RunConfig, TrainConfig, to_dict, with_overrides
 from scalelong.presets import run_preset
 from scalelong.report.runs import Run, by_scaling, read_run, spread, summary_rows
+
+
+def made_run(scaling, seed, loss, folder="x", **more):
+    config = with_overrides(run_preset("digits"), [f"model.scaling={scaling}", f"train.seed={seed}"])
+    return Run([{"step": 1, "loss": loss, **more}], Path(folder), config, {})
 
 
 def make(folder, scaling, seed, losses):
@@ -39,7 +45,8 @@ def test_groups_and_spread(tmp_path):
     assert {k: len(v) for k, v in groups.items()} == {"none": 2, "ls": 1}
     rows = summary_rows(groups)
     assert rows[0]["loss"] == "1.5 ± 0.5"
-    assert rows[0]["pixel FID"] == "–"
+    assert rows[1]["loss"] == "5"  # one seed has no spread
+    assert "pixel FID" not in rows[0]  # nobody judged samples
     assert spread([1.0, 4.0, 2.5]) == (2.5, 1.5)
     assert all(math.isnan(v) for v in spread([]))
 
@@ -67,3 +74,23 @@ def test_differences_to_none_are_of_the_same_placement_and_seed():
     twice = summary_rows(by_scaling([*runs, run("none", "norm", 0, 5.0)]))
     assert [row["held-out loss"] for row in twice] == ["2.667 ± 2", "1.1 ± 0.6"]
     assert [row["less that of none"] for row in twice] == ["–", "–"]
+
+
+def test_a_column_is_there_where_any_run_has_it():
+    runs = [made_run("none", 0, 1.0), made_run("ls", 0, 1.0, quality={"fid": 7.0})]
+    assert [row["FID"] for row in summary_rows(by_scaling(runs))] == ["–", "7"]
+
+
+def test_no_run_folder_is_told_without_the_systems_own_words(tmp_path):
+    with pytest.raises(ValueError, match=r"nope is no run folder: it has no config\.json\. scalelong train --out"):
+        read_run(tmp_path / "nope")
+
+
+@pytest.mark.parametrize(("second", "together"), [((150, 300), True), ((201, 300), False)])
+def test_the_time_of_a_step_is_not_told_of_runs_that_trained_together(tmp_path, second, together):
+    for name, (began, ended) in (("a", (100, 200)), ("b", second)):
+        folder = make(tmp_path / name, "none", ord(name), [1.0])
+        for file in folder.iterdir():
+            os.utime(file, (0, ended if file.name == "metrics.jsonl" else began))
+    rows = summary_rows(by_scaling([read_run(tmp_path / name) for name in "ab"]))
+    assert ("ms per step" in rows[0]) != together

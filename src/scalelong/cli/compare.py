@@ -107,6 +107,7 @@ def report(
 
 
 def _report(folders: list[Path], out: Path, as_json: bool, theory: Path | None = None) -> None:
+    from scalelong.report.findings import finding
     from scalelong.report.page import write_report
     from scalelong.report.runs import by_scaling, read_run, summary_rows
 
@@ -117,9 +118,13 @@ def _report(folders: list[Path], out: Path, as_json: bool, theory: Path | None =
 
         more = theory_sections(read_theory(theory))
     write_report(runs, out, command=shlex.join(["scalelong", *sys.argv[1:]]), more=more)
-    rows = summary_rows(by_scaling(runs))
+    groups = by_scaling(runs)
+    rows, found = summary_rows(groups), finding(groups)
     _print_table(rows, as_json)
-    print_result({"report": str(out), "rows": rows}, as_json, f"The report with all curves: {out}")
+    told = f"{found}\n" if found else ""
+    print_result(
+        {"report": str(out), "finding": found, "rows": rows}, as_json, f"{told}The report with all curves: {out}"
+    )
 
 
 REPORT_EXAMPLES = "Example: [bold]scalelong report runs/none runs/cs-0.7 --out report.html[/]"
