@@ -1,5 +1,6 @@
 """A real, very small comparison, and the page that it ends in."""
 
+import html
 import json
 import re
 import sys
@@ -39,6 +40,7 @@ def compared(tmp_path_factory):
         args += ["--set", setting]
     result = CliRunner().invoke(app, args, catch_exceptions=False)
     assert result.exit_code == 0, result.output
+    assert "6 of 6 runs done, 36 of 36 steps" in result.stderr  # no terminal here
     return out, json.loads(result.stdout), args
 
 
@@ -69,6 +71,12 @@ def test_the_table_has_a_row_per_scaling_with_its_spread(compared):
     for row in result["rows"]:
         assert row["seeds"] == "2"
         assert re.fullmatch(r"\S+ ± \S+", row["pixel FID"])
+
+
+def test_what_the_comparison_shows_is_said(compared):
+    out, result, _ = compared
+    assert re.match("Against none|No scaling differs from none in held-out loss", result["finding"])
+    assert result["finding"] in html.unescape((out / "report.html").read_text())
 
 
 def test_held_out_losses_are_compared_seed_by_seed(compared):

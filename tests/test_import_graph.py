@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "scalelong"
 ALLOWED = {
     "__init__": {"version"},
     "version": set(),
-    "presets": {"config", "skips"},
+    "presets": {"config"},
     "config": {"skips"},
     "skips": {"skips"},
     "adapters": {"adapters", "skips"},

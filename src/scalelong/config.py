@@ -8,14 +8,33 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from scalelong.skips.sites import check_placement_name
 from scalelong.skips.spec import parse_scaling
-from scalelong.skips.typos import unknown
 
 T = TypeVar("T")
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def unknown(what: str, name: str, known: Iterable[str], such_as: Iterable[str] | None = None) -> str:
+    """The sentence: what was given, the known name that is nearest to it, and those that there are.
+
+    `such_as` is what is listed, where that is not all that is known.
+
+    >>> unknown("setting", "train.step", ["train.lr", "train.steps"])
+    "unknown setting 'train.step'; did you mean train.steps? The known ones are train.lr, train.steps."
+    """
+    known = list(known)
+    listed = ", ".join(known if such_as is None else such_as)
+    return f"unknown {what} {name!r}; {meant(name, known)} known ones are {listed}."
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """How a sentence that goes on with a list begins: with a question, where a name is near enough to ask."""
+    near = get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]}? The" if near else "the"
 
 
 def _require(holds: bool, rule: str, value: Any) -> None:

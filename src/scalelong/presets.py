@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from scalelong.config import DataConfig, ModelConfig, RunConfig, SamplingConfig, TrainConfig
-from scalelong.skips.typos import unknown
+from scalelong.config import DataConfig, ModelConfig, RunConfig, SamplingConfig, TrainConfig, unknown
 
 Backbone = Literal["uvit", "unet", "text-unet"]
 

@@ -107,9 +107,8 @@ def report(
 
 
 def _report(folders: list[Path], out: Path, as_json: bool, theory: Path | None = None) -> None:
-    from scalelong.report.findings import finding
     from scalelong.report.page import write_report
-    from scalelong.report.runs import by_scaling, read_run, summary_rows
+    from scalelong.report.runs import by_scaling, finding, read_run, summary_rows
 
     runs = [read_run(folder) for folder in folders]
     more: list[Any] = []

@@ -10,8 +10,7 @@ from typing import Any
 
 from scalelong.data.files import write_whole
 from scalelong.report import figures
-from scalelong.report.findings import finding
-from scalelong.report.runs import Run, by_scaling, has_quality, quality_key, ran_together, summary_rows
+from scalelong.report.runs import Run, by_scaling, finding, has_quality, quality_key, ran_together, summary_rows
 from scalelong.version import __version__
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
