@@ -3,11 +3,13 @@ import math
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from scalelong.config import ModelConfig, RunConfig, TrainConfig, to_dict, with_overrides
 from scalelong.presets import run_preset
 from scalelong.report.runs import (
+    BY_CHANCE,
     Run,
     beyond_spread,
     by_scaling,
@@ -113,12 +115,12 @@ def test_the_time_of_a_step_is_not_told_of_runs_that_trained_together(tmp_path, 
         (
             {"cs:0.7": [-0.3, -0.2], "1/sqrt2": [0.0, 0.1], "ls": [0.1, -0.1]},
             "Against none, cs:0.7 lowers the loss by 0.25 ± 0.05, beyond the spread over 2 seeds; 1/sqrt2 and ls "
-            "do not differ.",
+            "do not differ. Chance alone does as much to 30% of scalings.",
         ),
         (
             {"cs:0.7": [-0.3, -0.2], "ls": [0.4, 0.5]},
             "Against none, cs:0.7 lowers the loss by 0.25 ± 0.05 and ls raises the loss by 0.45 ± 0.05, beyond the "
-            "spread over 2 seeds.",
+            "spread over 2 seeds. Chance alone does as much to 30% of scalings.",
         ),
         (
             {"ls": [-9.0]},
@@ -133,6 +135,13 @@ def test_the_sentence_follows_from_the_differences(differences, says):
 def test_a_difference_counts_beyond_the_range_over_seeds():
     assert beyond_spread([-0.3, -0.2])
     assert not beyond_spread([-0.3, 0.0])  # the mean, 0.15, is within the range, 0.3
+
+
+def test_how_often_chance_goes_beyond_the_spread():
+    random = np.random.default_rng(0)
+    for seeds, share in BY_CHANCE.items():
+        noise = random.standard_normal((20_000, seeds)).tolist()
+        assert sum(map(beyond_spread, noise)) / 20_000 == pytest.approx(share, abs=0.01)
 
 
 def test_differences_are_seed_by_seed_and_of_held_out_images_where_all_have_them():
