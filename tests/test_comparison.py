@@ -1,5 +1,6 @@
 """A real, very small comparison, and the page that it ends in."""
 
+import html
 import json
 import re
 import subprocess
@@ -41,6 +42,7 @@ def compared(tmp_path_factory):
         args += ["--set", setting]
     result = CliRunner().invoke(app, args, catch_exceptions=False)
     assert result.exit_code == 0, result.output
+    assert "6 of 6 runs done, 36 of 36 steps" in result.stderr  # no terminal here
     return out, json.loads(result.stdout), args
 
 
@@ -71,6 +73,12 @@ def test_the_table_has_a_row_per_scaling_with_its_spread(compared):
     for row in result["rows"]:
         assert row["seeds"] == "2"
         assert re.fullmatch(r"\S+ ± \S+", row["pixel FID"])
+
+
+def test_what_the_comparison_shows_is_said(compared):
+    out, result, _ = compared
+    assert re.match("Against none|No scaling differs from none in held-out loss", result["finding"])
+    assert result["finding"] in html.unescape((out / "report.html").read_text())
 
 
 def test_held_out_losses_are_compared_seed_by_seed(compared):
@@ -129,7 +137,10 @@ def test_report_reads_run_folders(compared, tmp_path):
         (["compare", "--set", "model.scaling=ls"], "choose it with --scalings, got --set model.scaling=ls"),
         (["compare", "--set", "train.seed=3"], "choose it with --seeds, got --set train.seed=3"),
         (["compare", "--out", __file__], "is a file; --out is a folder for the runs and their report"),
-        (["report", "nowhere"], "nowhere is no run folder"),
+        (
+            ["report", "nowhere"],
+            "nowhere is no run folder: it has no config.json. scalelong train --out nowhere makes one.",
+        ),
     ],
 )
 def test_bad_usage_exits_2_with_a_sentence(args, says, monkeypatch, capsys, tmp_path):

@@ -71,11 +71,16 @@ def test_later_overrides_win():
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("train.step=5", "unknown setting 'train.step'; the known ones are train.accumulate.*train.steps"),
+        (
+            "train.step=5",
+            "unknown setting 'train.step'; did you mean train.steps[?] The known ones are train.accumulate",
+        ),
         (
             "trian.steps=5",
-            "unknown setting 'trian.steps'; the known ones are data, latents, model, process, sampling, target",
+            "unknown setting 'trian.steps'; did you mean train.steps[?] The known ones are data, latents, model",
         ),
+        ("steps=5", "did you mean train.steps[?]"),
+        ("xyz=5", "unknown setting 'xyz'; the known ones are data, latents"),
         ("train=5", "'train' is a group; set one of train.accumulate"),
         ("train.steps.x=5", "'steps' is a single value"),
         ("train.steps", "NAME=VALUE, such as train.steps=1000; got 'train.steps'"),
@@ -107,7 +112,7 @@ def test_bad_overrides_get_a_sentence(setting, says):
 def test_bad_files_get_a_sentence():
     good = to_dict(BASE)
     for path, value, says in (
-        (("train", "stpes"), 1, "unknown setting 'train.stpes'"),
+        (("train", "stpes"), 1, "unknown setting 'train.stpes'; did you mean train.steps[?]"),
         (("model",), 3, "model is a group of settings, got 3"),
         (("train", "steps"), "a", "train.steps is a whole number, got 'a'"),
     ):

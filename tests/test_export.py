@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from scalelong import experiment
 from scalelong.config import with_overrides
 from scalelong.export import export
 from scalelong.presets import run_preset
+from scalelong.runs.data import RunData
 from tests.contracts.zoo import CASES
 from tests.training.test_fit import config, store  # noqa: F401 - a fixture
 
@@ -90,13 +92,16 @@ from diffusers import DiffusionPipeline
 pipe = DiffusionPipeline.from_pretrained(sys.argv[1], trust_remote_code=True)
 pipe.set_progress_bar_config(disable=True)
 how = dict(num_inference_steps=3, generator=torch.Generator().manual_seed(0), output_type="np")
-np.save(sys.argv[2], pipe(batch_size=2, class_labels=[1, 2], guidance_scale=2.5, **how).images)
+np.save(sys.argv[2], pipe(batch_size=2, class_labels=["one", "two"], guidance_scale=2.5, **how).images)
 print(type(pipe).__name__)
 """
 
 
 def test_a_class_conditional_run_carries_its_pipeline(store, tmp_path):  # noqa: F811
     experiment.train(config("train.steps=3", "data.condition=class", "model.scaling=ls"), store, tmp_path / "run")
+    data = RunData.read(tmp_path / "run")
+    assert data.classes == tuple(map(str, range(10)))
+    replace(data, classes=("zero", "one", "two", *map(str, range(3, 10)))).write(tmp_path / "run")
     run = experiment.load_run(tmp_path / "run", device="cpu")
     assert export(run, tmp_path / "out") == "ScaleLongPipeline"
     command = [sys.executable, "-c", CONDITIONAL, str(tmp_path / "out"), str(tmp_path / "diffusers.npy")]
@@ -131,6 +136,7 @@ def test_a_pipeline_says_what_it_takes(store, tmp_path):  # noqa: F811
     for arguments, message in (
         ({"class_labels": [10]}, "0 … 9"),
         ({"class_labels": []}, "at least one"),
+        ({"class_labels": ["cat"]}, "the names of its classes are 0, 1, .*9, got 'cat'"),
         ({"class_labels": [1, 2], "batch_size": 3}, "number of class_labels, 2"),
         ({"class_labels": [1], "guidance_scale": 2.0}, "without label dropout, got 2.0"),
     ):

@@ -73,5 +73,7 @@ def test_coco_is_drawn_as_published(name):
 
 
 def test_an_unknown_recipe_gets_the_list():
-    with pytest.raises(ValueError, match="no recipe named 'cifar'; there is digits, cifar10-uvit-xs"):
+    with pytest.raises(ValueError, match="unknown recipe 'cifar'; the known ones are digits, cifar10-uvit-xs"):
         run_preset("cifar")
+    with pytest.raises(ValueError, match="did you mean celeba64-uvit-s[?] The known ones are digits"):
+        run_preset("celeba-uvit-s")

@@ -6,8 +6,9 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from scalelong.skips.sites import check_placement_name
@@ -15,6 +16,25 @@ from scalelong.skips.spec import parse_scaling
 
 T = TypeVar("T")
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def unknown(what: str, name: str, known: Iterable[str], such_as: Iterable[str] | None = None) -> str:
+    """The sentence: what was given, the known name that is nearest to it, and those that there are.
+
+    `such_as` is what is listed, where that is not all that is known.
+
+    >>> unknown("setting", "train.step", ["train.lr", "train.steps"])
+    "unknown setting 'train.step'; did you mean train.steps? The known ones are train.lr, train.steps."
+    """
+    known = list(known)
+    listed = ", ".join(known if such_as is None else such_as)
+    return f"unknown {what} {name!r}; {meant(name, known)} known ones are {listed}."
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """How a sentence that goes on with a list begins: with a question, where a name is near enough to ask."""
+    near = get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]}? The" if near else "the"
 
 
 def _require(holds: bool, rule: str, value: Any) -> None:
@@ -187,7 +207,7 @@ def from_dict(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
     for key in data:
         if key not in known:
-            raise ValueError(f"unknown setting {where + key!r}; the known ones are {_names(known, where)}.")
+            raise ValueError(unknown("setting", where + key, _names(known, where)))
     for name, f in known.items():
         if name not in data and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise ValueError(f"the setting {where + name!r} is missing.")
@@ -196,28 +216,28 @@ def from_dict(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
 
 def with_overrides(config: T, overrides: Iterable[str]) -> T:
     """Apply `train.steps=100`-like settings in order."""
+    every = list(_settings(type(config)))
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals:
             raise ValueError(f"a setting is NAME=VALUE, such as train.steps=1000; got {override!r}.")
-        config = _override(config, path.strip().split("."), text.strip(), path.strip())
+        config = _override(config, path.strip().split("."), text.strip(), path.strip(), every)
     return config
 
 
-def _override(config: Any, path: list[str], text: str, whole: str) -> Any:
+def _override(config: Any, path: list[str], text: str, whole: str, every: list[str]) -> Any:
     known = {f.name for f in fields(config)}
     if path[0] not in known:
         where = whole.removesuffix(".".join(path))
-        raise ValueError(f"unknown setting {whole!r}; the known ones are {_names(known, where)}.")
+        raise ValueError(unknown("setting", whole, every, _names(known, where)))
     current = getattr(config, path[0])
     if isinstance(current, Mapping) and len(path) == 2:  # a free-form group: model.changes.hidden_size=64
         return replace(config, **{path[0]: {**current, path[1]: _guess(text)}})
     if is_dataclass(current):
         if len(path) == 1:
-            raise ValueError(
-                f"{whole!r} is a group; set one of {_names({f.name for f in fields(current)}, whole + '.')}."
-            )
-        return replace(config, **{path[0]: _override(current, path[1:], text, whole)})
+            inside = _names([f.name for f in fields(current)], whole + ".")
+            raise ValueError(f"{whole!r} is a group; set one of {', '.join(inside)}.")
+        return replace(config, **{path[0]: _override(current, path[1:], text, whole, every)})
     if len(path) > 1:
         raise ValueError(f"unknown setting {whole!r}: {path[0]!r} is a single value.")
     hint = typing.get_type_hints(type(config))[path[0]]
@@ -261,5 +281,14 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-def _names(known: Iterable[str], where: str) -> str:
-    return ", ".join(where + name for name in sorted(known))
+def _names(known: Iterable[str], where: str) -> list[str]:
+    return [where + name for name in sorted(known)]
+
+
+def _settings(cls: type[Any], where: str = "") -> Iterator[str]:
+    """The path of every setting, those inside of groups too: a typo may be in the name of the group."""
+    for name, hint in typing.get_type_hints(cls).items():
+        if is_dataclass(hint):
+            yield from _settings(hint, f"{where}{name}.")  # type: ignore[arg-type]
+        else:
+            yield where + name

@@ -20,7 +20,16 @@ from scalelong.skips.apply import scaling_of
 
 INDEX = "model_index.json"
 _OURS = ["pipeline", "ScaleLongPipeline"]  # the file that an exported folder carries, and its class
-_SETTINGS = ("num_classes", "null_class", "text_len", "reads_padding", "null_text", "process", "target")
+_SETTINGS = (
+    "num_classes",
+    "class_names",
+    "null_class",
+    "text_len",
+    "reads_padding",
+    "null_text",
+    "process",
+    "target",
+)
 _SCHEDULERS = ("DDIMScheduler", "EDMDPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
 
 
@@ -100,7 +109,10 @@ def _pipeline(run: LoadedRun, scheduler: Any, text: dict[str, Any]) -> Any:
     vae, process = _vae(run), _process_settings(run)
     if run.config.data.condition == "none" and vae is None and not keeps_scaling and not process:
         return DDIMPipeline(model, scheduler)
-    told = {"num_classes": run.num_classes, "null_class": run.null_class, **text, **process}
+    # Not a list: diffusers takes a list in a pipeline's index for a part of it.
+    names = None if run.class_names is None else {name: i for i, name in enumerate(run.class_names)}
+    classes = {"num_classes": run.num_classes, "class_names": names, "null_class": run.null_class}
+    told = {**classes, **text, **process}
     return ScaleLongPipeline(model, scheduler, vae, **told)
 
 

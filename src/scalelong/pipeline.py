@@ -21,7 +21,8 @@ class ScaleLongPipeline(DiffusionPipeline):
     """`pipe(class_labels=[3, 3, 7], guidance_scale=2.0).images`, `pipe(prompt="a red bus").images`; an
     unconditional model takes `batch_size=`.
 
-    `num_classes` is None for an unconditional model. `null_class` is the label that stands for none in
+    `num_classes` is None for an unconditional model. `class_names` are the numbers of the names that
+    may be given as `class_labels`, too. `null_class` is the label that stands for none in
     guidance; None where the model was trained without label dropout. `vae` decodes the latents of a model that
     was trained on them. A model on text has its encoder and tokenizer, reads `text_len` tokens, those of padding as
     zeros unless `reads_padding`, and takes guidance if it learned the empty prompt, `null_text`. `process` is edm
@@ -45,6 +46,7 @@ class ScaleLongPipeline(DiffusionPipeline):
         null_text: bool = False,
         process: str | None = None,
         target: str | None = None,
+        class_names: dict[str, int] | None = None,
     ):
         super().__init__()
         if "scalelong" in unet.config and not hasattr(unet, "skip_scaling"):
@@ -54,7 +56,7 @@ class ScaleLongPipeline(DiffusionPipeline):
             )
         words = {"text_encoder": text_encoder, "tokenizer": tokenizer}
         self.register_modules(unet=unet, scheduler=scheduler, vae=vae, **words)
-        self.register_to_config(num_classes=num_classes, null_class=null_class)
+        self.register_to_config(num_classes=num_classes, null_class=null_class, class_names=class_names)
         self.register_to_config(text_len=text_len, reads_padding=reads_padding, null_text=null_text)
         self.register_to_config(process=process, target=target)
 
@@ -64,7 +66,7 @@ class ScaleLongPipeline(DiffusionPipeline):
         batch_size: int | None = None,
         num_inference_steps: int = 50,
         generator: torch.Generator | list[torch.Generator] | None = None,
-        class_labels: int | list[int] | torch.Tensor | None = None,
+        class_labels: int | str | list[int | str] | torch.Tensor | None = None,
         prompt: str | list[str] | None = None,
         guidance_scale: float = 1.0,
         output_type: str = "pil",
@@ -170,7 +172,8 @@ class ScaleLongPipeline(DiffusionPipeline):
             if given is not None:
                 raise ValueError(f"this model is unconditional; leave class_labels out, got {given!r}.")
             return None
-        labels = torch.arange(batch_size or 1) % classes if given is None else torch.as_tensor(given).long()
+        numbers = self._numbers_of(given)
+        labels = torch.arange(batch_size or 1) % classes if given is None else torch.as_tensor(numbers).long()
         if labels.ndim == 0:
             labels = labels.expand(batch_size or 1)
         if batch_size not in (None, len(labels)):
@@ -180,6 +183,19 @@ class ScaleLongPipeline(DiffusionPipeline):
         if len(labels) == 0 or labels.min() < 0 or labels.max() >= classes:
             raise ValueError(f"class_labels are in 0 … {classes - 1}, at least one of them; got {given!r}.")
         return labels.to(device)
+
+    def _numbers_of(self, given: Any) -> Any:
+        """Classes by number, in a list where they came in one."""
+        if isinstance(given, (list, tuple)):
+            return [self._numbers_of(label) for label in given]
+        if not isinstance(given, str):
+            return given
+        names = self.config.class_names or {}
+        if given not in names:
+            listed = ", ".join(list(names)[:20]) + (" …" if len(names) > 20 else "")
+            known = f"the names of its classes are {listed}" if names else "it has no names for its classes"
+            raise ValueError(f"class_labels are numbers, or names that the model knows; {known}, got {given!r}.")
+        return names[given]
 
     def _check_guidance(self, w: float) -> None:
         if w != 1 and self.config.null_class is None and not self.config.null_text:

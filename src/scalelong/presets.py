@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from scalelong.config import DataConfig, ModelConfig, RunConfig, SamplingConfig, TrainConfig
+from scalelong.config import DataConfig, ModelConfig, RunConfig, SamplingConfig, TrainConfig, unknown
 
 Backbone = Literal["uvit", "unet", "text-unet"]
 
@@ -166,7 +166,7 @@ DATASETS: dict[str, PublishedData] = {  # by the first word of a recipe's name
 def model_preset(name: str) -> ModelPreset:
     """Look a preset up; an unknown name gets the list."""
     if name not in MODEL_PRESETS:
-        raise ValueError(f"unknown preset {name!r}; the known ones are {', '.join(MODEL_PRESETS)}.")
+        raise ValueError(unknown("preset", name, MODEL_PRESETS))
     return MODEL_PRESETS[name]
 
 
@@ -269,5 +269,5 @@ RUN_PRESETS: dict[str, RunConfig] = {
 def run_preset(name: str) -> RunConfig:
     """Look a recipe up; an unknown name gets the list."""
     if name not in RUN_PRESETS:
-        raise ValueError(f"there is no recipe named {name!r}; there is {', '.join(RUN_PRESETS)}.")
+        raise ValueError(unknown("recipe", name, RUN_PRESETS))
     return RUN_PRESETS[name]

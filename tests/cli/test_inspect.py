@@ -30,6 +30,7 @@ def test_a_preset_prints_its_coefficients_outermost_first():
     ("args", "says"),
     [
         (("cifar10-uvit-s", "--scaling", "cs:1.5"), "error: cs: κ lies in (0, 1], got 1.5; try 'cs:0.7'."),
+        (("cifar10-uvit",), "neither a folder nor a preset; did you mean cifar10-uvit-s? The presets are digits"),
         (("no-such-thing",), "neither a folder nor a preset; the presets are digits, cifar10-uvit-xs"),
         (("cifar10-uvit-xs", "--scaling", "cs:0.5", "--placement", "norm"), "no norm after the concatenation"),
     ],

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import scalelong
 from scalelong.cli import main
 from scalelong.cli.main import app
+from scalelong.cli.theory import statement_text
 from scalelong.data.prepare import prepare
 from scalelong.data.sources import digits
 from scalelong.report.kappa import probe_section
@@ -96,7 +97,7 @@ def test_a_model_alone_recommends_nothing(small, tmp_path):
         (["kappa", "--probe", "--kappas", "1,x"], "--kappas are numbers separated by commas"),
         (["kappa", "--probe", "--kappas", "0.9,0.8"], "κ = 1 is one of two or more"),
         (["kappa", "--probe", "--seeds", "0"], "at least two different seeds"),
-        (["kappa", "--probe", "cifar10-nothing"], "there is no recipe named"),
+        (["kappa", "--probe", "cifar10-nothing"], "unknown recipe 'cifar10-nothing'"),
         (["theory", "--skips", "1"], "num_skips is at least 2, got 1"),
         (["theory", "--data", "nowhere"], "no prepared dataset"),
     ],
@@ -134,6 +135,17 @@ def test_the_theory_is_a_section_of_any_page(tmp_path):
     file.write_text("{}")
     with pytest.raises(ValueError, match="not what scalelong theory --json prints"):
         read_theory(file)
+
+
+def test_a_statement_fits_into_80_columns_and_names_each_condition_once():
+    where = "each pair of blocks keeps the gain that the theorem asks of it, at every width"
+    rows = [{"data": where, "process": p, "closed_form": 0.8, "measured": m} for p, m in (("sd", 0.8), ("ddpm", 1))]
+    text = statement_text(judge_lemma(rows).as_dict(), 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert " ".join(text.split()) == (
+        f"Lemma 3.2: does not hold where {where}: ✓ sd: measured 0.8000, closed form 0.8000 "
+        "✗ ddpm: measured 1.0000, closed form 0.8000"
+    )
 
 
 @pytest.mark.slow

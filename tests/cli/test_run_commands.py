@@ -15,6 +15,9 @@ from typer.testing import CliRunner
 from scalelong.backbones.memory import StepBytes
 from scalelong.cli import main
 from scalelong.cli.main import app
+from scalelong.cli.sample import class_number
+from scalelong.cli.train import RECIPES
+from scalelong.presets import RUN_PRESETS
 
 TINY = [
     "--set",
@@ -77,7 +80,7 @@ def trained(data):
     assert first == {"out": str(out), "done": True, "step": 3}
     again = json.loads(run(*args, "--set", "train.steps=5", "--set", "data.condition=class", "--json"))
     assert again["step"] == 5
-    assert "Skip scaling on digits" in (out / "report.html").read_text()
+    assert "cs:0.7 with the recipe digits" in (out / "report.html").read_text()
     return out
 
 
@@ -85,12 +88,37 @@ def test_a_folder_of_pictures_becomes_samples_and_a_number(trained, data, monkey
     monkeypatch.setenv("HOME", str(data))
     grid = data / "grid.png"
     told = run("sample", trained, "--num", 4, "--out", grid, "--steps", 3, "--class", 1, "--guidance", 2)
-    assert "4 images, weights of step 5 averaged at 0.9, dpm++ with 3 steps" in told
+    assert "4 images of class 1 (dog), weights of step 5 averaged at 0.9, dpm++ with 3 steps" in told
     assert Image.open(grid).size[0] >= 17
     args = ["evaluate", trained, "--data", data / "store", "--num", 16, "--steps", 3, "--features", "pixels"]
     quality = json.loads(run(*args, "--json"))
     assert quality["fid"] > 0
+    told = CliRunner().invoke(app, [*map(str, args)])
+    assert "16 samples are few for features of 192 numbers" in told.stdout
+    assert "comparing the features: KID" in told.stderr
     assert "16 samples (dpm++, 3 steps" in quality["protocol"]
+
+
+def test_a_class_is_asked_for_by_name_or_number(trained, data):
+    assert json.loads((trained / "data.json").read_text())["classes"] == ["cat", "dog"]
+    args = ["sample", trained, "--num", 1, "--steps", 1, "--out", data / "one.png"]
+    drawn = []
+    for asked in ("dog", "1"):
+        assert "1 images of class 1 (dog), weights" in run(*args, "--class", asked)
+        drawn.append((data / "one.png").read_bytes())
+    assert drawn[0] == drawn[1]
+
+
+def test_a_name_goes_before_a_number_and_old_runs_know_no_names():
+    assert class_number("2", 3, ["2", "10", "1"]) == 0
+    assert class_number("2", 3, None) == 2
+    for asked, names, says in (
+        ("cats", None, r"in 0 … 2, as it keeps no names of its classes for this run, got cats"),
+        ("x", [f"c{i}" for i in range(99)], "c18, c19 … for this run, got x"),
+        ("-1", None, "got -1"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            class_number(asked, 3, names)
 
 
 def test_a_dry_run_writes_nothing(data, monkeypatch):
@@ -101,6 +129,14 @@ def test_a_dry_run_writes_nothing(data, monkeypatch):
     assert plan["images_per_step"] == 128
     assert plan["config"]["train"]["lr"] == 2e-4
     assert not out.exists()
+
+
+def test_a_run_shorter_than_its_warm_up_is_warned_of(data, monkeypatch):
+    monkeypatch.setattr("scalelong.costs.step_bytes", lambda *_: StepBytes(0, 0))
+    args = ["train", "cifar10-uvit-xs", "--data", str(data / "store"), "--dry-run"]
+    for steps, warned in ((200, True), (2500, False)):
+        told = CliRunner().invoke(app, [*args, "--set", f"train.steps={steps}"]).stderr
+        assert ("200 steps end at 8% of train.lr; for a short run --set train.warmup_steps=20" in told) == warned
 
 
 @pytest.mark.parametrize(
@@ -122,7 +158,8 @@ def test_every_recipe_resolves(data, preset, condition, monkeypatch):
     ("args", "says"),
     [
         (["prepare", "nowhere", "--out", "x"], "no file or folder 'nowhere'"),
-        (["train", "cifar11"], "no recipe named 'cifar11'; there is digits, cifar10-uvit-xs"),
+        (["train", "mnist"], "unknown recipe 'mnist'; the known ones are digits, cifar10-uvit-xs"),
+        (["train", "cifar10-uvit-sx"], "did you mean cifar10-uvit-xs? The known ones are digits"),
         (["train", "digits", "--scaling", "cs:3"], "κ lies in (0, 1], got 3.0"),
         (["train", "digits", "--set", "train.step=3"], "unknown setting 'train.step'"),
         (["train", "digits", "--set", "train.steps"], "NAME=VALUE"),
@@ -151,7 +188,8 @@ def test_bad_requests_to_a_run(trained, data, monkeypatch, capsys):
         (["--ema", "0.5"], "keeps the averages 0.9, got 0.5"),
         (["--sampler", "euler"], "unknown sampler 'euler'"),
         (["--steps", "0"], "1 … 1000, got 0"),
-        (["--class", "7"], "--class is in 0 … 1 for this run, got 7"),
+        (["--class", "7"], "--class is in 0 … 1 or one of cat, dog for this run, got 7"),
+        (["--class", "cats"], "--class is in 0 … 1 or one of cat, dog for this run, got cats"),
         (["--guidance", "nan"], "guidance is a number, 1 for none, got nan"),
         (["--device", "tpu"], "the device is cpu, cuda or cuda:N, got 'tpu'"),
         (["--device", "cuda:99"], "GPUs that torch can use, got 'cuda:99'; try cpu"),
@@ -167,6 +205,12 @@ def test_bad_requests_to_a_run(trained, data, monkeypatch, capsys):
 def test_every_command_has_an_example_in_its_help():
     for command in ("inspect", "prepare", "train", "sample", "evaluate", "export", "compare", "report"):
         assert f"scalelong {command}" in " ".join(run(command, "--help").split("Usage")[1].split()[3:])
+
+
+def test_the_help_of_train_names_every_recipe():
+    assert tuple(RUN_PRESETS) == RECIPES
+    told = "".join(c for c in run("train", "--help") if c not in " │\n")
+    assert all(name in told for name in RECIPES)
 
 
 @pytest.fixture

@@ -302,3 +302,17 @@ def test_a_store_is_as_open_to_others_as_a_folder_made_by_hand(tmp_path):
     (tmp_path / "by hand").mkdir()
     prepare(source(), tmp_path / "store")
     assert (tmp_path / "store").stat().st_mode == (tmp_path / "by hand").stat().st_mode
+
+
+def test_a_folder_of_images_is_told_how_it_is_prepared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("imgs", "data/faces"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.png").touch()
+    for folder, fix in (
+        ("imgs", "of its images with: scalelong prepare imgs --size N --out data/imgs"),
+        ("data/faces", "of its images with: scalelong prepare data/faces --size N --out data/faces-prepared"),
+        ("nowhere", "make one with: scalelong prepare SOURCE --out nowhere"),
+    ):
+        with pytest.raises(StoreError, match=f"no prepared dataset.*{fix}$"):
+            open_store(folder)

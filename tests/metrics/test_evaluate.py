@@ -79,6 +79,31 @@ def test_quality_is_json(store):
     assert set(json.loads(json.dumps(quality.as_dict()))) >= {"fid", "kid", "precision", "recall", "protocol"}
 
 
+def test_few_samples_are_cautioned_about(store):
+    reference = reference_of(store, PixelFeatures())
+    of_64, of_65 = (
+        quality_of([images_of(store, np.arange(n))], reference, PixelFeatures(), "x").as_dict() for n in (64, 65)
+    )
+    assert (
+        "64 samples are few for features of 64 numbers: the Fréchet distance is biased upwards" in of_64["caution"]
+    )
+    assert "caution" not in of_65
+    # What it says is so: the same images, fewer of them, are farther away.
+    assert quality_of([images_of(store, np.arange(30))], reference, PixelFeatures(), "x").fid > 1.3 * of_65["fid"]
+
+
+def test_long_work_is_watched(store):
+    seen = []
+
+    def progress(items, count):
+        seen.append(count)
+        return items
+
+    reference = reference_of(store, PixelFeatures(), batch=250, progress=progress)
+    quality_of([images_of(store, np.arange(50))], reference, PixelFeatures(), "x", watch=seen.append)
+    assert seen == [8, "KID", "precision and recall", "Fréchet distance"]
+
+
 def test_features_of_another_network_have_another_name(tmp_path):
     """References are cached by name: two networks must not share one."""
     from scalelong.metrics.features import InceptionFeatures, inception_name

@@ -121,6 +121,8 @@ def test_a_scaling_passes_through():
         ("cs:1e400", r"\(0, 1\]|finite"),
         ("cs", "needs a number after a colon, got none; write 'cs:0.7'"),
         ("cs:", "nothing follows the colon"),
+        ("1/sqrt(2)", r"unknown scaling '1/sqrt\(2\)'; did you mean 1/sqrt2\? The known ones are none"),
+        ("skipnorm:2", r"did you mean skip-norm\? The known ones are none"),
         ("sc:0.7", "unknown scaling 'sc:0.7'; the known ones are none, 1/sqrt2, uniform:K, cs:K"),
         ("ls:0.7", "takes the options ratio=, act=, shared=, over=, got '0.7'.*give a constant κ to 'cs'"),
         ("ls:kappa=0.7", "takes the options"),

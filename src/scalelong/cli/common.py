@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from scalelong.cli.lines import ProgressLines
+
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
     from scalelong.config import RunConfig
 
 
@@ -21,28 +27,47 @@ def is_first_process() -> bool:
 
 
 def progress_bar(*, transient: bool = False) -> Any:
-    """A bar with rate and time left, on standard error, so that --json stays clean."""
+    """How far the work is, on standard error, so that --json stays clean: a bar, or lines where no terminal is."""
+    if is_first_process() and not sys.stderr.isatty():
+        return ProgressLines(last_line=not transient)
     from rich.console import Console
+
+    return bars_on(Console(stderr=True), transient=transient, disable=not is_first_process())
+
+
+def bars_on(console: Console, **how: Any) -> Progress:
+    """A bar for each task, with rate and time left. Where the terminal is narrow, the description is cut first."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
         Progress,
+        Task,
         TextColumn,
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
+    from rich.table import Column
+    from rich.text import Text
+
+    class Description(TextColumn):
+        def render(self, task: Task) -> Text:
+            text = super().render(task)
+            text.no_wrap, text.overflow = True, "ellipsis"
+            return text
+
+    def whole() -> Column:
+        return Column(no_wrap=True)
 
     return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
+        Description("{task.description}", table_column=Column()),  # of all columns the only one that may shrink
+        BarColumn(max(4, min(40, console.width // 10)), table_column=whole()),
+        MofNCompleteColumn(table_column=whole()),
         TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
+        TimeElapsedColumn(table_column=whole()),
         TextColumn("left"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=transient,
-        disable=not is_first_process(),
+        TimeRemainingColumn(table_column=whole()),
+        console=console,
+        **how,
     )
 
 
@@ -58,6 +83,18 @@ def tracked(items: Iterable[Any], total: int, description: str) -> Iterator[Any]
 def sampling_of(config: RunConfig, **given: Any) -> dict[str, Any]:
     """Sampler, steps and guidance: what was given, and the run's own for the rest."""
     return {**asdict(config.sampling), **{key: value for key, value in given.items() if value is not None}}
+
+
+def say_warm_up(config: RunConfig) -> None:
+    """A training that ends while its learning rate still rises is seldom meant."""
+    steps, warm_up = config.train.steps, config.train.warmup_steps
+    if steps < warm_up and is_first_process():
+        typer.echo(
+            f"warning: the learning rate rises over train.warmup_steps={warm_up} steps, so that {steps:,} steps "
+            f"end at {steps / warm_up:.0%} of train.lr; for a short run --set "
+            f"train.warmup_steps={max(1, steps // 10)}.",
+            err=True,
+        )
 
 
 def check_output_file(out: Path, such_as: str) -> None:

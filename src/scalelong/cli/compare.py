@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import check_output_file, print_result, progress_bar
+from scalelong.cli.common import check_output_file, print_result, progress_bar, say_warm_up
 from scalelong.cli.plan import comparison_plan, comparison_text, opened_data
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ EXAMPLES = (
 
 
 def compare(
-    preset: Annotated[str, typer.Argument(help="A recipe; see scalelong train.")] = "digits",
+    preset: Annotated[str, typer.Argument(help="A recipe; scalelong train --help names them.")] = "digits",
     data: Annotated[Path | None, typer.Option(help="A folder that prepare wrote; the digits without it.")] = None,
     scalings: Annotated[str, typer.Option(help="Which, separated by commas.")] = "none,1/sqrt2,cs:0.7,ls",
     seeds: Annotated[str, typer.Option(help="Which, separated by commas.")] = "0,1",
@@ -59,6 +59,7 @@ def compare(
         _check_shared(setting)
     small = DIGITS_SETTINGS if preset == "digits" else ()
     base = with_overrides(run_preset(preset), [*small, *(settings or [])])
+    say_warm_up(base)
     device = experiment.default_device()
     with opened_data(data, dry_run) as store:
         judging = Judging(**_sampled(features, evaluate_num, store), held_out=held_out)
@@ -107,7 +108,7 @@ def report(
 
 def _report(folders: list[Path], out: Path, as_json: bool, theory: Path | None = None) -> None:
     from scalelong.report.page import write_report
-    from scalelong.report.runs import by_scaling, read_run, summary_rows
+    from scalelong.report.runs import by_scaling, finding, read_run, summary_rows
 
     runs = [read_run(folder) for folder in folders]
     more: list[Any] = []
@@ -116,9 +117,13 @@ def _report(folders: list[Path], out: Path, as_json: bool, theory: Path | None =
 
         more = theory_sections(read_theory(theory))
     write_report(runs, out, command=shlex.join(["scalelong", *sys.argv[1:]]), more=more)
-    rows = summary_rows(by_scaling(runs))
+    groups = by_scaling(runs)
+    rows, found = summary_rows(groups), finding(groups)
     _print_table(rows, as_json)
-    print_result({"report": str(out), "rows": rows}, as_json, f"The report with all curves: {out}")
+    told = f"{found}\n" if found else ""
+    print_result(
+        {"report": str(out), "finding": found, "rows": rows}, as_json, f"{told}The report with all curves: {out}"
+    )
 
 
 REPORT_EXAMPLES = "Example: [bold]scalelong report runs/none runs/cs-0.7 --out report.html[/]"

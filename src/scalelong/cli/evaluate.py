@@ -116,14 +116,19 @@ def evaluate(
             reference = _shared_reference(store, network, world)
             drawer = experiment.for_sampling(loaded.model, num * how["steps"])
             samples = _drawn(loaded.config, drawer, world.share(num), batch, seed=seed, context=context, **how)
-            quality = quality_of(samples, reference, network, settings, world)
+            quality = quality_of(samples, reference, network, settings, world, _say_next)
     print_result(
         {"run": str(run), "step": loaded.step, "ema": loaded.ema_rate, **quality.as_dict()},
         as_json,
         f"{'FID' if features == 'inception' else 'Fréchet distance'} {quality.fid:.4g}, "
         f"KID {quality.kid:.3g} ± {quality.kid_deviation:.2g}, precision {quality.precision:.3f}, "
-        f"recall {quality.recall:.3f}\n({quality.protocol})",
+        f"recall {quality.recall:.3f}\n({quality.protocol})" + f"\n{quality.caution}".rstrip(),
     )
+
+
+def _say_next(distance: str) -> None:
+    if is_first_process():
+        typer.echo(f"comparing the features: {distance}", err=True)
 
 
 def _context(loaded: LoadedRun, store: Store) -> Context | None:
@@ -142,7 +147,12 @@ def _shared_reference(store: Store, network: Features, world: World) -> Referenc
     from scalelong.metrics.evaluate import reference_of, statistics_folder
 
     if world.is_first:
-        reference_of(store, network, statistics_folder())
+        reference_of(
+            store,
+            network,
+            statistics_folder(),
+            progress=lambda starts, count: tracked(starts, count, f"features of {len(store):,} images of the data"),
+        )
     world.wait()
     return reference_of(store, network, statistics_folder())
 

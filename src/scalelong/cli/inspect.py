@@ -66,12 +66,16 @@ def _from_preset(name: str) -> nn.Module:
 
 
 def _from_folder(path: str) -> tuple[nn.Module, dict[str, Any] | None]:
+    from scalelong.config import meant
     from scalelong.presets import MODEL_PRESETS
     from scalelong.saving import model_class, read_config, recorded_scaling
 
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(f"{path!r} is neither a folder nor a preset; the presets are {', '.join(MODEL_PRESETS)}.")
+        raise ValueError(
+            f"{path!r} is neither a folder nor a preset; {meant(path, MODEL_PRESETS)} presets are "
+            f"{', '.join(MODEL_PRESETS)}."
+        )
     if (folder / "model_index.json").is_file():
         parts = [folder / part for part in ("unet", "transformer") if (folder / part).is_dir()]
         if not parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +24,10 @@ def sample(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     num: Annotated[int, typer.Option("--num", "-n", min=1, help="How many images.")] = 64,
     out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("grid.png"),
-    label: Annotated[int | None, typer.Option("--class", min=0, help="Draw this class alone.")] = None,
+    label: Annotated[
+        str | None,
+        typer.Option("--class", metavar="NAME|NUMBER", help="Draw this class alone; a name goes before a number."),
+    ] = None,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
@@ -66,11 +70,9 @@ def sample(
         run, ema_rate=ema, posthoc_width=posthoc_ema, device=device, autoencoder=autoencoder
     )
     how = sampling_of(loaded.config, sampler=sampler, steps=steps, guidance=guidance)
-    if label is not None:
-        if loaded.num_classes is None:
-            raise ValueError(f"--class needs a class-conditional run, and {run} is not; leave it out.")
-        if label >= loaded.num_classes:
-            raise ValueError(f"--class is in 0 … {loaded.num_classes - 1} for this run, got {label}.")
+    if label is not None and loaded.num_classes is None:
+        raise ValueError(f"--class needs a class-conditional run, and {run} is not; leave it out.")
+    number = None if label is None else class_number(label, loaded.num_classes or 0, loaded.class_names)
     experiment.check_drawing(loaded.config, **how)
     told, context = _told(loaded, prompt, text_encoder)
     guided = "" if how["guidance"] == 1 else f", guidance w = {how['guidance']:g}"
@@ -82,7 +84,7 @@ def sample(
             len(mine),
             first=mine.start,
             seed=seed,
-            labels=None if label is None else torch.full((len(mine),), label),
+            labels=None if number is None else torch.full((len(mine),), number),
             context=context,
             progress=lambda items: tracked(items, how["steps"], f"sampling {num} images"),
             **how,
@@ -97,12 +99,37 @@ def sample(
             "step": loaded.step,
             "ema": loaded.ema_rate,
             **how,
+            **({"class": number} if number is not None else {}),
             **({"captions": [told[i % len(told)] for i in range(num)]} if told else {}),
         },
         as_json,
-        f"{out}: {num} images, weights of step {loaded.step:,} averaged at {loaded.ema_rate}, "
-        f"{how['sampler']} with {how['steps']} steps{guided}.",
+        f"{out}: {num} images{_of_class(number, loaded.class_names)}, weights of step {loaded.step:,} averaged at "
+        f"{loaded.ema_rate}, {how['sampler']} with {how['steps']} steps{guided}.",
     )
+
+
+def class_number(asked: str, count: int, names: Sequence[str] | None) -> int:
+    """The class of a name, or of a number where no class has that name.
+
+    >>> class_number("dog", 2, ["cat", "dog"])
+    1
+    """
+    if names and asked in names:
+        return names.index(asked)
+    if asked.isdecimal() and int(asked) < count:
+        return int(asked)
+    listed = ""
+    if names:
+        listed = f" or one of {', '.join(names[:20])}{' …' if len(names) > 20 else ''}"
+    elif not asked.isdecimal():
+        listed = ", as it keeps no names of its classes"
+    raise ValueError(f"--class is in 0 … {count - 1}{listed} for this run, got {asked}.")
+
+
+def _of_class(number: int | None, names: Sequence[str] | None) -> str:
+    if number is None:
+        return ""
+    return f" of class {number}" + (f" ({names[number]})" if names else "")
 
 
 def _told(loaded: LoadedRun, prompts: list[str] | None, encoder: str | None) -> tuple[list[str], Context | None]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from scalelong.cli.common import check_output_file, print_result, print_table, progress_bar
+from scalelong.cli.common import check_output_file, print_result, progress_bar
 
 EXAMPLES = (
     "Examples: [bold]scalelong theory --out theory.html[/] or [bold]scalelong theory --data data/cifar10 --json > "
@@ -51,20 +53,27 @@ def theory(
     command = shlex.join(["scalelong", *sys.argv[1:]])
     write_page("The theory of long skips, tested", lead, theory_sections(statements), out, command)
     if not as_json:
-        print_table(_rows(statements))
+        width_of_terminal = shutil.get_terminal_size().columns
+        typer.echo("\n\n".join(statement_text(statement, width_of_terminal) for statement in statements) + "\n")
     result = {"report": str(out), "statements": statements}
     print_result(result, as_json, f"The rules, figures and remarks: {out}")
 
 
-def _rows(statements: list[dict[str, Any]]) -> list[dict[str, str]]:
-    return [
-        {
-            "statement": statement["name"],
-            "verdict": statement["verdict"],
-            "found": "\n".join(
-                f"{'✓' if check['holds'] else '✗'} {check['where']}: {check['found']}"
-                for check in statement["checks"]
-            ),
-        }
-        for statement in statements
-    ]
+def statement_text(statement: dict[str, Any], width: int) -> str:
+    """The verdict, and under each condition, named once, what was found there."""
+    lines = _wrapped(f"{statement['name']}: {statement['verdict']}", "", width)
+    for where in dict.fromkeys(check["where"] for check in statement["checks"]):
+        lines += _wrapped(f"where {where}:", "  ", width)
+        for check in statement["checks"]:
+            if check["where"] == where:
+                lines += _wrapped(f"{_MARKS[check['holds']]} {check['found']}", "    ", width)
+    return "\n".join(lines)
+
+
+_MARKS = {True: "✓", False: "✗", None: "?"}
+
+
+def _wrapped(text: str, indent: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False
+    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import is_first_process, print_result, progress_bar
+from scalelong.cli.common import is_first_process, print_result, progress_bar, say_warm_up
 from scalelong.cli.plan import opened_data, training_plan, training_text
 
 if TYPE_CHECKING:
@@ -23,10 +23,30 @@ EXAMPLES = (
 )
 
 
+# By name, as the recipes themselves need torch, and --help does not wait for it.
+RECIPES = (
+    "digits",
+    "cifar10-uvit-xs",
+    "cifar10-uvit-s",
+    "cifar10-uvit-s-deep",
+    "celeba64-uvit-s",
+    "imagenet64-uvit-m",
+    "imagenet64-uvit-l",
+    "coco64-uvit-s",
+    "coco-uvit-s",
+    "coco-uvit-s-deep",
+    "coco-unet",
+    "imagenet256-uvit-l",
+    "imagenet256-uvit-h",
+    "imagenet512-uvit-l",
+    "imagenet512-uvit-h",
+    "cifar10-unet",
+    "imagenet64-unet",
+)
+
+
 def train(
-    preset: Annotated[
-        str, typer.Argument(help="digits, cifar10-uvit-xs, cifar10-uvit-s, cifar10-unet, …")
-    ] = "digits",
+    preset: Annotated[str, typer.Argument(help=f"A recipe: {', '.join(RECIPES)}.")] = "digits",
     data: Annotated[Path | None, typer.Option(help="A folder that prepare wrote; the digits without it.")] = None,
     scaling: Annotated[str | None, typer.Option(help="cs:0.7, ls, 1/sqrt2, none, …")] = None,
     settings: Annotated[
@@ -77,6 +97,7 @@ def train(
         if evaluate_every is not None:
             check_images(features, store.manifest.height * store.manifest.width * store.manifest.channels)
         _say_null_class(config, run_preset(preset).data.label_dropout)
+        say_warm_up(config)
         if held_out is not None:
             check_like(config, store, open_store(held_out))
         if dry_run:

@@ -68,7 +68,7 @@ class Manifest:
             found = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else "no such folder"
             raise StoreError(
                 f"{folder} is no prepared dataset: it has no {MANIFEST} (found: {found or 'nothing'}); "
-                f"make one with: scalelong prepare SOURCE --out {folder}"
+                f"make one {_how_to_prepare(folder)}"
             )
         try:
             manifest = cls(**json.loads(file.read_text(encoding="utf-8")))
@@ -81,6 +81,16 @@ class Manifest:
                 f"{file} has the format {manifest.format!r}, this version reads {FORMAT!r} and {SHARDS_FORMAT!r}."
             )
         return manifest
+
+
+def _how_to_prepare(folder: Path) -> str:
+    """Of a folder with files, which are perhaps the images: the store goes elsewhere."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return f"with: scalelong prepare SOURCE --out {folder}"
+    out = Path("data") / folder.resolve().name
+    if out.exists():
+        out = out.with_name(f"{out.name}-prepared")
+    return f"of its images with: scalelong prepare {folder} --size N --out {out}"
 
 
 class NoImages:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from scalelong.metrics.features import Features
 from scalelong.world import World
 
 NEIGHBOURS = 3
+Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # some items and their number, to the same items, watched
 _NEIGHBOURS_FROM = 10_000  # precision and recall compare all pairs: enough images, not all
 
 
@@ -45,18 +46,26 @@ class Quality:
     precision: float
     recall: float
     protocol: str
+    caution: str = ""  # what keeps the distance from being quoted, if anything does
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "caution" or value}
 
 
-def reference_of(store: Store, features: Features, cache: Path | None = None, batch: int = 250) -> Reference:
+def reference_of(
+    store: Store,
+    features: Features,
+    cache: Path | None = None,
+    batch: int = 250,
+    progress: Progress = lambda items, count: items,
+) -> Reference:
     """The data's side, computed once per store and kind of features, and kept under the store's checksum."""
     file = cache and reference_file(store, features.name, cache)
     if file is not None and file.is_file():
         return _read(file)
-    parts = (images_of(store, start, batch) for start in range(0, len(store), batch))
+    starts = range(0, len(store), batch)
+    parts = (images_of(store, start, batch) for start in progress(starts, len(starts)))
     reference = _collect((features(images) for images in parts), chosen_of(len(store)))
     if file is not None:
         _write(file, reference)
@@ -95,8 +104,9 @@ def quality_of(
     features: Features,
     how_sampled: str,
     world: World | None = None,
+    watch: Callable[[str], None] = lambda distance: None,
 ) -> Quality:
-    """Compare batches of samples, [B, C, H, W] in [-1, 1], with a reference.
+    """Compare batches of samples, [B, C, H, W] in [-1, 1], with a reference. `watch` is told the next distance.
 
     Where several processes each draw their share, one after the other's, all get the figures of the whole.
     """
@@ -105,11 +115,25 @@ def quality_of(
     for name, side in (("samples", fake), ("images in the data", reference)):
         if len(side.features) <= NEIGHBOURS:
             raise ValueError(f"precision and recall need more than {NEIGHBOURS} {name}, got {len(side.features)}.")
+    watch("KID")
     kid, deviation = kernel_distance(reference.features, fake.features)
+    watch("precision and recall")
     precision, recall = precision_recall(reference.features, fake.features, k=NEIGHBOURS)
+    watch("Fréchet distance")
     fid = frechet_distance(reference.moments, fake.moments)
     protocol = protocol_of(features.name, fake.moments.count, reference.moments.count, how_sampled)
-    return Quality(fid, kid, deviation, precision, recall, protocol)
+    caution = caution_of(fake.moments.count, fake.moments.mean.numel())
+    return Quality(fid, kid, deviation, precision, recall, protocol, caution)
+
+
+def caution_of(num_samples: int, dimension: int) -> str:
+    """A covariance of no more samples than it has rows is singular: the distance is then mostly their number's."""
+    if num_samples > dimension:
+        return ""
+    return (
+        f"{num_samples:,} samples are few for features of {dimension:,} numbers: the Fréchet distance is biased "
+        f"upwards and compares with nothing but the same number of samples; --num above {dimension:,} mends it."
+    )
 
 
 def _of_all(part: Reference, world: World) -> Reference:

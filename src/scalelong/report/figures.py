@@ -11,6 +11,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogFormatter
 
 from scalelong.report.runs import Record
 
@@ -22,6 +23,9 @@ _STYLE: Any = {
     "svg.fonttype": "none",
     "figure.constrained_layout.use": True,
 }
+_REM_PER_INCH = 46 / 6  # one scale for all figures of a page, or their letters would differ in size
+_FEW = 8  # points; a line through fewer is marked at each, and one point alone is to be seen
+_NARROW = 3.0  # values within this factor of each other are as clear without a logarithm
 
 
 def curves(
@@ -37,8 +41,9 @@ def curves(
         for step in marks:
             axes.axvline(step, color="crimson", ls="--", lw=0.8)
         axes.set(xlabel="step", ylabel=ylabel)
+        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
         if log:
-            _scale_by_log(axes)
+            _scale_by_log([axes])
         if any(groups):
             axes.legend(frameon=False)
         return _svg(figure)
@@ -53,11 +58,11 @@ def lines(record: Record, paths: Mapping[str, Sequence[str]], ylabel: str) -> st
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(6, 3.2))
         for i, (label, (steps, values)) in enumerate(found.items()):
-            axes.plot(
-                steps, values, color=plt.get_cmap("viridis")(0.9 * i / max(1, len(found) - 1)), label=label, lw=1
-            )
+            colour = plt.get_cmap("viridis")(0.9 * i / max(1, len(found) - 1))
+            axes.plot(steps, values, _style(steps), ms=3, color=colour, label=label, lw=1)
         axes.set(xlabel="step", ylabel=ylabel)
-        _scale_by_log(axes)
+        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+        _scale_by_log([axes])
         figure.legend(frameon=False, fontsize=7, loc="outside right center")
         return _svg(figure)
 
@@ -67,17 +72,17 @@ def per_skip(groups: Groups, signal: str, ylabel: str, *, log: bool = True) -> s
     if not any(_skips(runs, signal) for runs in groups.values()):
         return ""
     with plt.rc_context(_STYLE):
-        figure, panels = plt.subplots(
-            1, len(groups), figsize=(2.5 * len(groups) + 1, 2.8), sharey=True, squeeze=False
-        )
+        size = (max(6, 2.5 * len(groups) + 1), 2.8)
+        figure, panels = plt.subplots(1, len(groups), figsize=size, sharey=True, squeeze=False)
         for axes, (scaling, runs) in zip(panels[0], groups.items(), strict=True):
             indices = _skips(runs, signal)
             for i in indices:
                 colour = plt.get_cmap("viridis")(0.9 * i / max(1, len(indices) - 1))
                 _band(axes, runs, ("signals", f"{signal}/{i}"), colour, f"skip {i}")
             axes.set(title=scaling, xlabel="step")
-            if log:
-                _scale_by_log(axes)
+            axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+        if log:
+            _scale_by_log(panels[0])
         panels[0][0].set_ylabel(ylabel)
         handles, labels = panels[0][-1].get_legend_handles_labels()
         figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside right center")
@@ -85,18 +90,19 @@ def per_skip(groups: Groups, signal: str, ylabel: str, *, log: bool = True) -> s
 
 
 def coefficients(groups: Groups) -> str:
-    """The coefficient of each skip at the end of training; empty where no run has any."""
+    """The coefficient of each skip at the end, mean and range over seeds; empty where no run has any."""
     if not any(_skips(runs, "coefficient") for runs in groups.values()):
         return ""
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(6, 3))
         for colour, (scaling, runs) in enumerate(groups.items()):
             indices = _skips(runs, "coefficient")
-            for run in runs if indices else []:
-                values = [run.last("signals", f"coefficient/{i}") for i in indices]
-                label = scaling if run is runs[0] else None
-                axes.plot(indices, values, "o-", ms=3, color=f"C{colour}", label=label, alpha=0.8)
-        axes.set(xlabel="skip (0 = outermost)", ylabel="coefficient", ylim=(0, None))
+            if indices:
+                table = [[run.last("signals", f"coefficient/{i}") for i in indices] for run in runs]
+                _mean_and_range(axes, indices, table, "o-", f"C{colour}", scaling)
+        axes.set(xlabel="skip (0 = outermost)", ylabel="coefficient")
+        axes.set_ylim(bottom=0, top=1.05 * axes.dataLim.ymax)
+        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
         axes.legend(frameon=False)
         return _svg(figure)
 
@@ -120,16 +126,39 @@ def _band(axes: Any, runs: Sequence[Record], path: Sequence[str], colour: Any, l
         return
     common = sorted(set.intersection(*(set(steps) for steps, _ in found)))
     table = [[dict(zip(steps, values, strict=True))[s] for s in common] for steps, values in found]
-    mean = [sum(column) / len(column) for column in zip(*table, strict=True)]
-    axes.plot(common, mean, color=colour, label=label, lw=1.2)
-    lowest, highest = ([f(column) for column in zip(*table, strict=True)] for f in (min, max))
-    axes.fill_between(common, lowest, highest, color=colour, alpha=0.2, lw=0)
+    _mean_and_range(axes, common, table, _style(common), colour, label)
 
 
-def _scale_by_log(axes: Any) -> None:
-    """Unless there is nothing that has a logarithm."""
-    if any(0 < value < math.inf for line in axes.lines for value in line.get_ydata()):
+def _mean_and_range(
+    axes: Any, places: Sequence[int], table: Sequence[Sequence[float]], style: str, colour: Any, label: str
+) -> None:
+    """A line through the means of the table's columns, and a band from their least to their greatest."""
+    columns = list(zip(*table, strict=True))
+    axes.plot(places, [sum(c) / len(c) for c in columns], style, ms=3, color=colour, label=label, lw=1.2)
+    axes.fill_between(places, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.2, lw=0)
+
+
+def _style(points: Sequence[Any]) -> str:
+    return "o-" if len(points) < _FEW else "-"
+
+
+class _PlainNumbers(LogFormatter):
+    """33 and not 3.3 × 10¹; which ticks have a label is decided as ever."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
+def _scale_by_log(panels: Sequence[Any]) -> None:
+    """Panels that share an axis; unless there is nothing that has a logarithm, or nothing that needs one."""
+    values = [value for axes in panels for line in axes.lines for value in line.get_ydata()]
+    positive = [value for value in values if 0 < value < math.inf]
+    if not positive or max(positive) <= _NARROW * min(positive):
+        return
+    for axes in panels:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(_PlainNumbers())
+        axes.yaxis.set_minor_formatter(_PlainNumbers())
 
 
 def _skips(runs: Sequence[Record], signal: str) -> list[int]:
@@ -142,4 +171,5 @@ def _svg(figure: Any) -> str:
     figure.savefig(stream, format="svg")
     plt.close(figure)
     text = stream.getvalue()
-    return text[text.index("<svg") :]
+    width = f'<svg style="width: {_REM_PER_INCH * figure.get_figwidth():.1f}rem"'
+    return width + text[text.index("<svg") + len("<svg") :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,18 @@ def _lead(record: Record) -> str:
     steps = [row["step"] for row in record.rows]
     if not record.series("loss")[0]:
         return f"Nothing was observed yet: the training ended {f'at step {steps[-1]}' if steps else 'at once'}."
+    pace = _shown(1000 * record.last("seconds_per_step", over=10), ".3g")
+    loss, norm = _shown(record.last("loss"), ".4g"), _shown(record.last("gradient norm"), ".3g")
+    oscillation = _shown(record.last("oscillation", "gradient norm"), ".2f")
     return (
-        f"{steps[-1]:,} steps, {1000 * record.last('seconds_per_step', over=10):.3g} ms each. "
-        f"Loss {record.last('loss'):.4g}, gradient norm {record.last('gradient norm'):.3g}, its oscillation index "
-        f"{record.last('oscillation', 'gradient norm'):.2f} (Σ|x_i - x_(i-1)| / Σ|x_i| over the last 20 looks)."
+        f"{steps[-1]:,} steps, {pace} ms each. Loss {loss}, gradient norm {norm}, its oscillation index "
+        f"{oscillation} (Σ|x_i - x_(i-1)| / Σ|x_i| over the last 20 looks)."
     )
+
+
+def _shown(number: float, form: str) -> str:
+    """A dash for what was not logged, or cannot be told yet."""
+    return "–" if math.isnan(number) else format(number, form)
 
 
 def _events(record: Record) -> Iterator[dict[str, str]]:

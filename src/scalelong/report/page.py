@@ -10,7 +10,7 @@ from typing import Any
 
 from scalelong.data.files import write_whole
 from scalelong.report import figures
-from scalelong.report.runs import Run, by_scaling, quality_key, summary_rows
+from scalelong.report.runs import Run, by_scaling, finding, has_quality, quality_key, ran_together, summary_rows
 from scalelong.version import __version__
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
@@ -22,9 +22,10 @@ def write_report(runs: list[Run], out: Path, command: str, more: Sequence[Sectio
     first = runs[0]
     _write(
         out,
-        title=f"Skip scaling on {first.config.model.preset}",
+        title=_title(runs),
+        finding=finding(groups),
         lead=_lead(runs),
-        quality=_quality(runs),
+        note=_note(runs),
         rows=summary_rows(groups),
         sections=[*(section for section in _sections(groups) if section.svg), *more],
         grids=[(f"{r.scaling}, seed {r.config.train.seed}", _encode(r.grid)) for r in runs if r.grid],
@@ -39,8 +40,9 @@ def write_page(title: str, lead: str, sections: Sequence[Section], out: Path, co
     _write(
         out,
         title=title,
+        finding="",
         lead=lead,
-        quality="",
+        note="",
         rows=[],
         sections=sections,
         grids=[],
@@ -74,10 +76,11 @@ class Section:
 
 def _sections(groups: dict[str, list[Run]]) -> list[Section]:
     key, name = quality_key([run for runs in groups.values() for run in runs])
+    band = " The band is the range over seeds." if any(len(runs) > 1 for runs in groups.values()) else ""
     return [
         Section(
             "Loss",
-            "Mean squared error of the noise prediction; the band is the range over seeds.",
+            f"Mean squared error of the noise prediction.{band}",
             figures.curves(groups, ("loss",), "loss", log=True),
         ),
         Section(
@@ -116,10 +119,34 @@ def _sections(groups: dict[str, list[Run]]) -> list[Section]:
         ),
         Section(
             "Coefficients",
-            "What each skip is multiplied by at the end; for gates, their mean over tokens and images.",
+            f"What each skip is multiplied by at the end; for gates, their mean over tokens and images.{band}",
             figures.coefficients(groups),
         ),
     ]
+
+
+def _title(runs: list[Run]) -> str:
+    """The recipe by its name, which need not be that of the images."""
+    preset = runs[0].config.model.preset
+    return (
+        f"{runs[0].scaling} with the recipe {preset}"
+        if len(runs) == 1
+        else f"Skip scaling with the recipe {preset}"
+    )
+
+
+def _note(runs: list[Run]) -> str:
+    """How to read the table."""
+    sentences = [
+        "Mean over seeds ± half their range." if len(runs) > 1 else "",
+        "Loss and gradient norm: mean of the last ten log lines.",
+        _quality(runs) if has_quality(runs) else "",
+        "Oscillation: the index Σ|x_i - x_(i-1)| / Σ|x_i| over the last 20 log lines.",
+        "The time of a step is left out, as runs that train at the same time slow each other."
+        if ran_together(runs)
+        else "",
+    ]
+    return " ".join(sentence for sentence in sentences if sentence)
 
 
 def _quality(runs: list[Run]) -> str:
@@ -134,22 +161,30 @@ def _quality(runs: list[Run]) -> str:
 def _lead(runs: list[Run]) -> str:
     config = runs[0].config
     seeds = sorted({r.config.train.seed for r in runs})
+    recipe = (
+        f"{config.train.steps:,} steps, batch {config.train.batch_size}, learning rate {config.train.lr:g}, "
+        f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}."
+    )
+    if len(runs) == 1:
+        return f"One run of {recipe}"
     return (
-        f"{len(runs)} runs of {config.train.steps:,} steps, batch {config.train.batch_size}, learning rate "
-        f"{config.train.lr:g}, seeds {', '.join(map(str, seeds))}. Runs of one seed share their first weights, "
-        "images, times and noise, and differ in the scaling of their long skips alone."
+        f"{len(runs)} runs of {recipe} Runs of one seed share their first weights, images, times and noise, and "
+        "differ in the scaling of their long skips alone."
     )
 
 
 def _caveats(runs: list[Run]) -> list[str]:
     config = runs[0].config
     seeds = len({r.config.train.seed for r in runs})
+    noise = (
+        "differences within the ± are noise" if seeds > 1 else "another seed may differ by more than a scaling does"
+    )
     points = [
-        f"{seeds} seeds and {config.train.steps:,} steps: differences within the ± are noise.",
+        f"{seeds} {'seeds' if seeds > 1 else 'seed'} and {config.train.steps:,} steps: {noise}.",
         "The paper's claims are about longer training, deeper nets and FID on natural images; a short run on small "
         "images can show how norms, gradients and gates behave, not whether samples of a full run are better.",
     ]
-    if quality_key(runs)[0] == "pixel_fid":
+    if has_quality(runs) and quality_key(runs)[0] == "pixel_fid":
         points.append("The pixel distance has no eye: it sees statistics of pixels, not shapes.")
     if config.model.preset == "digits" and any(r.scaling.startswith("ls") for r in runs):
         points.append(

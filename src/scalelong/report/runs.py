@@ -1,10 +1,12 @@
-"""Run folders as tables of numbers, grouped by scaling, with their spread over seeds."""
+"""Run folders as tables of numbers, grouped by scaling, with their spread over seeds, and what they show."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +65,10 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
         config = from_dict(RunConfig, json.loads((folder / "config.json").read_text()))
         environment = json.loads((folder / "environment.json").read_text())
         rows = read_metrics(folder)
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(
-            f"{folder} is no run folder: {error}. scalelong train --out {folder} makes one."
+            f"{folder} is no run folder: it has no {Path(error.filename).name}. "
+            f"scalelong train --out {folder} makes one."
         ) from error
     except ValueError as error:
         raise ValueError(f"{folder}: config.json or environment.json is not as train wrote it ({error})") from error
@@ -98,31 +101,80 @@ def quality_key(runs: list[Run]) -> tuple[str, str]:
     return ("fid", "FID") if on_inception else ("pixel_fid", "pixel FID")
 
 
-def _quality(runs: list[Run]) -> dict[str, str]:
-    key, name = quality_key(runs)
-    return {name: _show([run.last("quality", key) for run in runs])}
+def has_quality(runs: list[Run]) -> bool:
+    """Whether the samples of any run were judged."""
+    return any(run.series("quality", quality_key(runs)[0])[0] for run in runs)
+
+
+def _quality(groups: dict[str, list[Run]], scaling: str) -> dict[str, str]:
+    every = [run for runs in groups.values() for run in runs]
+    if not has_quality(every):
+        return {}
+    key, name = quality_key(every)
+    return {name: _show([run.last("quality", key) for run in groups[scaling]])}
+
+
+def ran_together(runs: list[Run]) -> bool:
+    """Whether any two trained at the same time, by the times of their files: each then slowed the other.
+
+    Copied folders may have lost these times, and then seem to; a time per step that is left out misleads nobody.
+    """
+    spans = sorted(span for run in runs if (span := _span(run.folder)) is not None)
+    return any(begins < ended for (_, ended), (begins, _) in pairwise(spans))
+
+
+def _span(folder: Path) -> tuple[float, float] | None:
+    """When a run wrote its first file that is still there, and the last line of its log."""
+    if not (folder / METRICS).is_file():
+        return None
+    written = [file.stat().st_mtime for file in folder.rglob("*") if file.is_file()]
+    return min(written), (folder / METRICS).stat().st_mtime
+
+
+def _step_time(groups: dict[str, list[Run]], scaling: str) -> dict[str, str]:
+    if ran_together([run for runs in groups.values() for run in runs]):
+        return {}
+    return {"ms per step": _show([1000 * run.last("seconds_per_step", over=10) for run in groups[scaling]])}
 
 
 def _held_out(groups: dict[str, list[Run]], scaling: str) -> dict[str, str]:
     """The loss on held-out images, and how much of it is the scaling: its difference to none, seed by seed."""
     if not any(run.series("held out", "loss")[0] for runs in groups.values() for run in runs):
         return {}
-    runs = groups[scaling]
-    none = "none" + scaling.removeprefix(runs[0].config.model.scaling)  # at the same placement
-    plain, found = _by_seed(groups.get(none, groups.get("none", []))), _by_seed(runs)
-    differences = [found[seed] - plain[seed] for seed in found if seed in plain]
     return {
-        "held-out loss": _show([run.last("held out", "loss") for run in runs]),
-        "less that of none": "–" if scaling == none else _show(differences),
+        "held-out loss": _show([run.last("held out", "loss") for run in groups[scaling]]),
+        "less that of none": _show(differences_to_none(groups, scaling, held_out_loss)),
     }
 
 
-def _by_seed(runs: list[Run]) -> dict[int, float]:
-    """Held-out losses; none where a seed has several runs, which differ in something else."""
+def differences_to_none(
+    groups: dict[str, list[Run]], scaling: str, value_of: Callable[[Run], float]
+) -> list[float]:
+    """Seed by seed; none for no scaling itself."""
+    runs = groups[scaling]
+    none = "none" + scaling.removeprefix(runs[0].config.model.scaling)  # at the same placement
+    if scaling == none:
+        return []
+    plain, found = _by_seed(groups.get(none, groups.get("none", [])), value_of), _by_seed(runs, value_of)
+    return [found[seed] - plain[seed] for seed in found if seed in plain]
+
+
+def held_out_loss(run: Run) -> float:
+    """The last one."""
+    return run.last("held out", "loss")
+
+
+def training_loss(run: Run) -> float:
+    """The mean of the last ten log lines."""
+    return run.last("loss", over=10)
+
+
+def _by_seed(runs: list[Run], value_of: Callable[[Run], float]) -> dict[int, float]:
+    """Empty where a seed has several runs, which differ in something else."""
     seeds = [run.config.train.seed for run in runs]
     if len(set(seeds)) < len(seeds):
         return {}
-    return {seed: run.last("held out", "loss") for seed, run in zip(seeds, runs, strict=True)}
+    return {seed: value_of(run) for seed, run in zip(seeds, runs, strict=True)}
 
 
 def summary_rows(groups: dict[str, list[Run]]) -> list[dict[str, str]]:
@@ -133,17 +185,71 @@ def summary_rows(groups: dict[str, list[Run]]) -> list[dict[str, str]]:
             {
                 "scaling": scaling,
                 "seeds": str(len(runs)),
-                "loss": _show([r.last("loss", over=10) for r in runs]),
+                "loss": _show(list(map(training_loss, runs))),
                 **_held_out(groups, scaling),
-                **_quality(runs),
+                **_quality(groups, scaling),
                 "gradient norm": _show([r.last("gradient norm", over=10) for r in runs]),
                 "its oscillation": _show([r.last("oscillation", "gradient norm") for r in runs]),
-                "ms per step": _show([1000 * r.last("seconds_per_step", over=10) for r in runs]),
+                **_step_time(groups, scaling),
             }
         )
     return rows
 
 
 def _show(values: list[float]) -> str:
+    """One value has no spread."""
     mean, half = spread(values)
-    return "–" if math.isnan(mean) else f"{mean:.4g} ± {half:.2g}"
+    if math.isnan(mean):
+        return "–"
+    return f"{mean:.4g} ± {half:.2g}" if len(values) > 1 else f"{mean:.4g}"
+
+
+def finding(groups: dict[str, list[Run]]) -> str:
+    """What a comparison shows: which scalings differ from none beyond the spread over seeds.
+
+    About the held-out loss where every run has it, or else the loss; empty where nothing stands beside none.
+    """
+    runs = [run for group in groups.values() for run in group]
+    held_out = not any(math.isnan(held_out_loss(run)) for run in runs)
+    value_of, loss = (held_out_loss, "held-out loss") if held_out else (training_loss, "loss")
+    found = {scaling: differences_to_none(groups, scaling, value_of) for scaling in groups}
+    return conclude({scaling: values for scaling, values in found.items() if values}, loss)
+
+
+def conclude(differences: dict[str, list[float]], loss: str) -> str:
+    """The sentence, from each scaling's differences to none, seed by seed.
+
+    >>> conclude({"ls": [-0.1, 0.1]}, "loss")
+    'No scaling differs from none in loss beyond the spread over 2 seeds.'
+    """
+    if not differences:
+        return ""
+    seeds = min(map(len, differences.values()))
+    if seeds == 1:
+        return f"Whether a scaling differs from none in {loss} cannot be told from one seed, which has no spread."
+    clear = {scaling: values for scaling, values in differences.items() if beyond_spread(values)}
+    if not clear:
+        return f"No scaling differs from none in {loss} beyond the spread over {seeds} seeds."
+    same = [scaling for scaling in differences if scaling not in clear]
+    rest = f"; {_listed(same)} {'does' if len(same) == 1 else 'do'} not differ" if same else ""
+    changes = _listed([f"{scaling} {_change(values, loss)}" for scaling, values in clear.items()])
+    chance = f" Chance alone does as much to {BY_CHANCE[seeds]:.0%} of scalings." if seeds in BY_CHANCE else ""
+    return f"Against none, {changes}, beyond the spread over {seeds} seeds{rest}.{chance}"
+
+
+# How often `beyond_spread` holds for differences that are noise, normal and independent, by the number of seeds.
+BY_CHANCE = {2: 0.295, 3: 0.081, 4: 0.021}
+
+
+def beyond_spread(differences: Sequence[float]) -> bool:
+    """The mean difference is larger than the range of the differences over seeds."""
+    return abs(spread(list(differences))[0]) > max(differences) - min(differences)
+
+
+def _change(differences: list[float], loss: str) -> str:
+    mean, half = spread(differences)
+    return f"{'lowers' if mean < 0 else 'raises'} the {loss} by {abs(mean):.2g} ± {half:.1g}"
+
+
+def _listed(parts: list[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

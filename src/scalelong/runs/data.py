@@ -19,12 +19,15 @@ _NAMED = 3  # parts that differ, in a sentence: there may be thousands of shards
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """Data by the checksums of what a run reads of them; where they lay and came from is for people."""
+    """Data by the checksums of what a run reads of them, and the names of their classes for a run by class; where
+    they lay and came from is for people.
+    """
 
     folder: str
     source: str
     count: int
     sha256: dict[str, str]
+    classes: tuple[str, ...] | None = None
 
     @classmethod
     def read(cls, out: Path) -> Self | None:
@@ -50,10 +53,12 @@ def data_of(config: RunConfig, store: Store) -> RunData:
     """
     read = {LATENTS} if config.data.space == "latents" else store.content.keys() - set(_BESIDE_IMAGES)
     read |= {"class": {LABELS}, "text": {CAPTIONS}, "none": set()}[config.data.condition]
+    names = store.manifest.classes if config.data.condition == "class" else None
     return RunData(
         folder=str(store.folder),
         source=store.manifest.source,
         count=len(store),
+        classes=None if names is None else tuple(names),
         sha256={name: checksum for name, checksum in store.content.items() if name in read},
     )
 

@@ -37,6 +37,7 @@ class LoadedRun:
     step: int
     ema_rate: float | str  # or "post-hoc WIDTH"
     text: KeptText | None = None  # the captions that a text run keeps, and where its encoder is
+    class_names: tuple[str, ...] | None = None  # None as well for a run whose folder does not tell them
 
     @property
     def num_classes(self) -> int | None:
@@ -90,7 +91,8 @@ def load_run(
             "config that the run was trained with."
         ) from error
     text = KeptText.read(folder / TEXT) if config.data.condition == "text" else None
-    return LoadedRun(config, model.eval(), step, rate, text)
+    data = RunData.read(folder)
+    return LoadedRun(config, model.eval(), step, rate, text, data.classes if data else None)
 
 
 def read_config(folder: Path) -> RunConfig:

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -219,7 +220,9 @@ def parse_scaling(spec: str | Scaling) -> Scaling:
         raise ValueError(f"a scaling is a string or a scaling object, got {spec!r}; try 'cs:0.7' or 'ls'.")
     name, colon, rest = spec.strip().lower().partition(":")
     if name not in _READERS:
-        raise ValueError(f"unknown scaling {spec!r}; the known ones are {', '.join(KNOWN_SPECS)}.")
+        near = get_close_matches(name, _READERS, n=1)
+        asked = f"did you mean {near[0]}? The" if near else "the"
+        raise ValueError(f"unknown scaling {spec!r}; {asked} known ones are {', '.join(KNOWN_SPECS)}.")
     if colon and not rest.strip():
         raise ValueError(f"nothing follows the colon in {spec!r}; write a value, or leave the colon out.")
     return _READERS[name].read(name, rest.strip())

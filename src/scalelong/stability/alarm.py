@@ -3,8 +3,8 @@
 All is in logarithms, so that a factor counts the same at any size. A signal's deviation is the mean of its last 3
 values less the median of the 50 before (renewed every few steps). It is compared with the deviations that the same
 signal showed before in the same run: the alarm rings where it lies far outside of those (`STRANGE` spreads) and is
-large in itself (`LARGE`, an update `LARGE_UPDATE`), so that neither a noisy signal nor a very quiet one rings by nature. Half-precision
-outputs have one more rule: growth that leaves the dtype's range within `SOON` steps.
+large in itself (`LARGE`, an update `LARGE_UPDATE`), so that neither a noisy signal nor a very quiet one rings by
+nature. Half-precision outputs have one more rule: growth that leaves the dtype's range within `SOON` steps.
 """
 
 from __future__ import annotations

@@ -1,0 +1,90 @@
+"""How far a command is: a bar that fits into a terminal, plain lines where there is none."""
+
+import io
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from scalelong.cli import lines
+from scalelong.cli.common import bars_on, progress_bar, tracked
+from scalelong.cli.lines import ProgressLines, in_words
+
+
+@pytest.mark.parametrize("description", ["training cifar10-uvit-s-deep uniform:0.707", "cs:0.7 seed 0"])
+def test_a_bar_in_80_columns_keeps_its_numbers(description):
+    stream = io.StringIO()
+    bar = bars_on(Console(file=stream, width=80, force_terminal=True, color_system=None))
+    bar.add_task(description, total=300_000, completed=21, note="loss 0.1234, 1,234 images/s")
+    bar.print(bar.get_renderable())
+    line = stream.getvalue()
+    for whole in ("21/300000", "loss 0.1234, 1,234 images/s", "0:00:00", "left -:--:--", description[:5]):
+        assert whole in line
+
+
+class Told:
+    """A clock to turn, and what was said."""
+
+    def __init__(self):
+        self.seconds, self.lines = 0.0, []
+
+    def bar(self, **how):
+        return ProgressLines(clock=lambda: self.seconds, say=self.lines.append, **how)
+
+
+def test_without_a_terminal_a_long_task_speaks_while_it_waits():
+    told = Told()
+    with told.bar(every_s=0.01) as bar:
+        task = bar.add_task("training digits none", total=600, note="")
+        bar.update(task, completed=100)  # of a run that goes on
+        told.seconds = 120.0
+        bar.update(task, completed=200, note="loss 0.1")
+        for _ in range(500):
+            if told.lines[-1:] == ["training digits none: 200 of 600, loss 0.1, after 2 min, about 8 min left"]:
+                break
+            time.sleep(0.01)
+        else:
+            pytest.fail(f"nothing was said for five seconds but {told.lines}")
+        assert bar.tasks[0].speed == pytest.approx(100 / 120)
+
+
+def test_every_run_that_ends_is_told_once():
+    told = Told()
+    with told.bar() as bar:
+        tasks = [bar.add_task(f"run {i}", total=10, note="waits") for i in range(2)]
+        for task in tasks:
+            bar.update(task, completed=0)
+        told.seconds = 40.0
+        for task in (tasks[0], tasks[0], tasks[1]):
+            bar.update(task, completed=10, note="loss 1")
+    assert told.lines == [
+        "1 of 2 runs done, 10 of 20 steps, after 40 s, about 40 s left",
+        "2 of 2 runs done, 20 of 20 steps, after 40 s",
+    ]
+
+
+def test_short_work_says_one_line_and_what_vanishes_none(monkeypatch, capsys):
+    assert not sys.stderr.isatty()
+    assert list(tracked(iter("ab"), 2, "sampling")) == ["a", "b"]
+    with progress_bar(transient=True) as bar:
+        bar.add_task("theory", total=6, note="")
+    assert capsys.readouterr().err == "sampling: 2 of 2, after 0 s\n"
+
+
+def test_work_of_unknown_length_is_told_without_a_count():
+    told = Told()
+    with told.bar() as bar:
+        bar.add_task("calibrating", total=None, note="")
+    assert told.lines == ["calibrating, after 0 s"]
+
+
+def test_the_other_processes_say_nothing(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    list(tracked(iter("ab"), 2, "sampling"))
+    assert capsys.readouterr().err == ""
+
+
+def test_half_a_minute_and_words_for_times():
+    assert lines.EVERY_S == 30
+    assert [in_words(s) for s in (0.4, 59, 130, 4000)] == ["0 s", "59 s", "2 min", "1 h 7 min"]

@@ -1,0 +1,24 @@
+from scalelong.report.page import write_report
+from tests.report.test_runs import made_run
+
+
+def page_of(tmp_path, *runs):
+    write_report(list(runs), tmp_path / "page.html", "scalelong report")
+    return (tmp_path / "page.html").read_text()
+
+
+def test_the_page_of_one_run_speaks_of_one_run(tmp_path):
+    page = page_of(tmp_path, made_run("cs:0.7", 3, 0.25))
+    for says in ("<h1>cs:0.7 with the recipe digits</h1>", "One run of 2,000 steps", "seed 3.", "<td>0.25</td>"):
+        assert says in page
+    for says in ("±", "1 runs", "1 seeds", "pixel", "over seeds", 'class="verdict"', "Pixel"):
+        assert says not in page.partition("</style>")[2]
+
+
+def test_a_comparison_begins_with_what_it_shows(tmp_path):
+    runs = [made_run(scaling, seed, loss) for scaling, loss in (("none", 1.0), ("ls", 0.5)) for seed in (0, 1)]
+    page = page_of(tmp_path, *runs)
+    assert "<h1>Skip scaling with the recipe digits</h1>" in page
+    lowered = "Against none, ls lowers the loss by 0.5 ± 0, beyond the spread over 2 seeds."
+    assert page.index(lowered) < page.index("4 runs of 2,000 steps")
+    assert "Mean over seeds ± half their range." in page
