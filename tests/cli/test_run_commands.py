@@ -159,7 +159,7 @@ def test_every_recipe_resolves(data, preset, condition, monkeypatch):
     [
         (["prepare", "nowhere", "--out", "x"], "no file or folder 'nowhere'"),
         (["train", "mnist"], "unknown recipe 'mnist'; the known ones are digits, cifar10-uvit-xs"),
-        (["train", "cifar10-uvit-sx"], "did you mean cifar10-uvit-xs? The known ones are digits"),
+        (["train", "cifar10-uvt-xs"], "did you mean cifar10-uvit-xs? The known ones are digits"),
         (["train", "digits", "--scaling", "cs:3"], "κ lies in (0, 1], got 3.0"),
         (["train", "digits", "--set", "train.step=3"], "unknown setting 'train.step'"),
         (["train", "digits", "--set", "train.steps"], "NAME=VALUE"),
