@@ -54,7 +54,7 @@ def test_data_and_model_give_advice_and_a_page(small, tmp_path):
     args += ["--batch", 4, "--batches", 1, "--out", tmp_path / "k.html"]
     found = json.loads(invoke(*args, "--json"))
     assert found["data"]["num_skips"] == len(found["model"]["merges"]) == 2
-    assert set(found["specs"]) == {"data"}  # what is measured of the model is shown, not recommended
+    assert set(found["specs"]) == {"data", "model"}
     for spec in found["specs"].values():
         scalelong.parse_scaling(spec)  # to paste
     page = (tmp_path / "k.html").read_text()
@@ -63,15 +63,17 @@ def test_data_and_model_give_advice_and_a_page(small, tmp_path):
     assert "κ from the model" in page
     assert not re.findall(r'(?:src|href)="(?!data:|#)([^"]+)', page)
     text = invoke(*args)
-    for part in ("ratio of means", "M_0 =", "from the data: ", "shown, not recommended", "its κ here"):
+    for part in ("ratio of means", "M_0 =", "from the data: ", "worse than none in our runs", "its κ here"):
         assert part in " ".join(text.split())
 
 
-def test_a_model_alone_recommends_nothing(small, tmp_path):
+def test_a_model_alone_gives_its_flat_gain_with_a_caution(small, tmp_path):
     args = ["kappa", small / "model", "--batch", 2, "--batches", 1, "--out", tmp_path / "k.html"]
-    assert json.loads(invoke(*args, "--json"))["specs"] == {}
-    assert "to paste: nothing. A model by itself recommends no scaling" in " ".join(invoke(*args).split())
-    assert "To paste: nothing." in (tmp_path / "k.html").read_text()
+    spec = json.loads(invoke(*args, "--json"))["specs"]["model"]
+    scalelong.parse_scaling(spec)
+    said = " ".join(invoke(*args).split())
+    assert f"for a flat gain (worse than none in our runs): {spec}" in said
+    assert "take κ from images (--data) or from short runs (--probe)" in said
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from scalelong.data.images import Decoder
 from scalelong.data.sources import SourceError, open_source
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -433,3 +434,22 @@ def test_the_real_packed_cifar10_has_its_published_checksums():
     items = all_items(SHARED / "cifar10", split="test")
     np.testing.assert_array_equal(np.stack([item.image for item in items]), images)
     assert [item.label for item in items] == labels.tolist()
+
+
+def test_photographs_stand_as_the_camera_was_held(tmp_path):
+    image = Image.fromarray(picture())  # 12 wide, 10 high
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90° clockwise
+    image.save(tmp_path / "a.png", exif=exif)
+    (item,) = all_items(tmp_path)
+    np.testing.assert_array_equal(item.image, np.rot90(picture(), -1))
+    plain = Decoder(10, "adm")(tmp_path / "a.png")  # a published crop: as its authors had it
+    np.testing.assert_array_equal(plain, picture()[:, 1:11])
+
+
+def test_a_folder_of_images_has_no_splits(tmp_path):
+    Image.fromarray(picture()).save(tmp_path / "a.png")
+    with pytest.raises(
+        SourceError, match="a folder of images has no splits, got --split test; prepare a folder of"
+    ):
+        open_source(str(tmp_path), split="test")

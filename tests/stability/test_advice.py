@@ -73,12 +73,12 @@ def test_the_direction_is_judged_by_what_was_measured_and_not_by_m_0(directions,
     assert "the right way round" not in text
 
 
-def test_the_estimates_are_called_so_and_the_coefficients_are_not_recommended():
+def test_the_estimates_are_called_so_and_the_coefficients_carry_a_caution():
     text = " ".join(advice.from_model(calibration(), trained=False))
     assert "estimates and no bounds" in text
     assert "at most" not in text
     assert "per-skip:0.16/1 would hold every skip to 1 times" in text
-    assert "shown, not recommended: trained with" in text
+    assert "A flat gain is no promise: trained with" in text
     assert "Proposed" not in text
     flat = " ".join(advice.from_model(calibration(spec="none"), trained=True))
     assert "flat as is" in flat

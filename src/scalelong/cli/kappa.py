@@ -26,6 +26,12 @@ EXAMPLES = (
     "[bold]scalelong kappa path/to/diffusers/unet --data data/mine[/] or [bold]scalelong kappa --probe[/]"
 )
 
+_SOURCES = {
+    "data": "from the data",
+    "probe": "from short runs",
+    "model": "from the model, for a flat gain (worse than none in our runs)",
+}
+
 
 def kappa(
     model: Annotated[
@@ -76,13 +82,11 @@ def kappa(
         print_result(found, as_json, "nothing was written.")
         return
     from scalelong.report.page import write_page
-    from scalelong.stability.advice import NOTHING
 
-    specs = [f"from the {source}: {spec}" for source, spec in found["specs"].items()]
+    specs = [f"{_SOURCES[source]}: {spec}" for source, spec in found["specs"].items()]
     command = shlex.join(["scalelong", *sys.argv[1:]])
-    lead = f"To paste, {'; '.join(specs)}." if specs else f"{NOTHING[0].upper()}{NOTHING[1:]}"
-    write_page("A κ for these skips", lead, sections, out, command)
-    text = "\n".join([*found["advice"], *(specs or [NOTHING]), f"The figures: {out}"])
+    write_page("A κ for these skips", f"To paste, {'; '.join(specs)}.", sections, out, command)
+    text = "\n".join([*found["advice"], *specs, f"The figures: {out}"])
     print_result(found | {"report": str(out)}, as_json, text)
 
 
@@ -176,6 +180,7 @@ def _from_model(
     sentences = advice.from_model(found, opened.trained)
     result["model"] = found.as_dict()
     result["advice"] += sentences
+    result["specs"]["model"] = found.spec
     if not as_json:
         print_table(merge_rows(result["model"]), "what skip and main path bring to each merge")
         print_table(gain_rows(result["model"]), "the gain that the sum of Thm 3.4 estimates")

@@ -77,7 +77,7 @@ class Decoder:
         from PIL import Image as Pillow
 
         with Pillow.open(io.BytesIO(data) if isinstance(data, bytes) else data) as file:
-            picture = as_rgb(file)
+            picture = as_rgb(upright(file) if self.crop == "centre" else file)
             if self.size is not None:
                 picture = CROPS[self.crop](picture, self.size)
             return np.asarray(picture, dtype=np.uint8)
@@ -121,6 +121,20 @@ def warn_of_left_out(files: Sequence[Path], split: str) -> None:
         f"{files[0].parent} name one; put {split} into the name to have it in there.",
         stacklevel=2,
     )
+
+
+# Orientation
+
+
+def upright(picture: Picture) -> Picture:
+    """As the camera was held, where the file tells. The crops of published datasets leave it out, as their authors
+    did.
+    """
+    from PIL import ImageOps
+    from PIL.ExifTags import Base
+
+    turned = picture.getexif().get(Base.Orientation, 1) != 1
+    return ImageOps.exif_transpose(picture) if turned else picture
 
 
 # Colours

@@ -111,6 +111,11 @@ def _recognised_folder(path: Path, ask: Request) -> Source:
         return hugging_face(str(path), ask)
     if (files := sorted(path.glob("*.parquet"))) and not any(path.glob("*/*")):
         return parquet(_of_split(files, ask.split), ask)
+    if ask.split != "train":
+        raise SourceError(
+            f"a folder of images has no splits, got --split {ask.split}; prepare a folder of its own for each, as "
+            f"in: scalelong prepare {path / ask.split}"
+        )
     return image_folder(path, ask.decoder)
 
 

@@ -6,13 +6,9 @@ from scalelong.stability.calibration import Calibration
 from scalelong.stability.kappa import PAPER_RANGE, Bound
 from scalelong.stability.noise_ratio import UPPER_QUANTILE, RatioAdvice
 
-NOT_TO_PASTE = (
-    "Coefficients that flatten the gain are shown, not recommended: trained with, those of first weights were much "
-    "worse than no scaling (docs/experiment_log.md)."
-)
-NOTHING = (
-    "to paste: nothing. A model by itself recommends no scaling; take κ from images (--data) or from short runs "
-    "(--probe)."
+CAUTION = (
+    "A flat gain is no promise: trained with, the coefficients of first weights were much worse than no scaling "
+    "(docs/experiment_log.md). To choose, take κ from images (--data) or from short runs (--probe)."
 )
 
 
@@ -102,7 +98,7 @@ def _flat_sentence(found: Calibration) -> str:
     )
     return (
         f"{found.spec} would hold every skip to {found.balance:.3g} times the variance of its main path; {how}."
-        f"{outwards} {NOT_TO_PASTE}"
+        f"{outwards} {CAUTION}"
     )
 
 
