@@ -17,22 +17,23 @@ import torch
 import typer
 from rich.progress import track
 
-from benchmarks import faults
+from benchmarks import fault_sets, faults
 from benchmarks.measure import MONITOR_RESULTS, hardware
 from scalelong import StabilityMonitor
 
 SETS = {
-    "tuned": faults.TUNED,
-    "held out": faults.HELD_OUT,
-    "healthy": faults.HEALTHY,
-    "healthy, held out": faults.HEALTHY_HELD_OUT,
-    "healthy, new": faults.HEALTHY_NEW,
-    "healthy, last": faults.HEALTHY_LAST,
-    "scan": faults.SCAN,
-    "edge": faults.EDGE,
-    "recipe": faults.RECIPE,
-    "healthy, recipe": faults.HEALTHY_RECIPE,
-    "healthy, recipe, new": faults.HEALTHY_RECIPE_NEW,
+    "tuned": fault_sets.TUNED,
+    "held out": fault_sets.HELD_OUT,
+    "healthy": fault_sets.HEALTHY,
+    "healthy, held out": fault_sets.HEALTHY_HELD_OUT,
+    "healthy, new": fault_sets.HEALTHY_NEW,
+    "healthy, last": fault_sets.HEALTHY_LAST,
+    "scan": fault_sets.SCAN,
+    "edge": fault_sets.EDGE,
+    "recipe": fault_sets.RECIPE,
+    "healthy, recipe": fault_sets.HEALTHY_RECIPE,
+    "healthy, recipe, new": fault_sets.HEALTHY_RECIPE_NEW,
+    "healthy, recipe, last": fault_sets.HEALTHY_RECIPE_LAST,
 }
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from benchmarks import (
     alarms,
     expectations,
+    fault_sets,
     faults,
     fid,
     kernels,
@@ -221,7 +222,7 @@ def test_the_step_that_passes_ten_times_the_median():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [faults.TUNED[0], faults.HELD_OUT[9]], ids=lambda r: r.name)
+@pytest.mark.parametrize("fault", [fault_sets.TUNED[0], fault_sets.HELD_OUT[9]], ids=lambda r: r.name)
 def test_a_fault_rings_and_the_same_run_without_it_does_not(fault):
     row = alarms.watch(dataclasses.replace(fault, steps=300))
     assert 200 < row["alarm"] < 280

@@ -163,3 +163,21 @@ def test_an_update_may_wander_by_half_and_not_double():
     wanders[400:440] *= 1.6
     (rung,) = feed(wanders, ("update/block",))
     assert rung.step in range(401, 405)
+
+
+@pytest.mark.parametrize("kind", ["gradient", "update"])
+def test_a_block_that_wakes_up_rings_only_when_it_is_as_large_as_the_largest(kind):
+    names = (f"{kind}/large", f"{kind}/small")
+    series = np.stack([noisy(400), noisy(400, level=1e-3, seed=1)], axis=1)
+    series[300:, 1] *= 50
+    assert not feed(series, names)
+    series[300:, 1] *= 50
+    (rung, *_) = feed(series, names)
+    assert rung.layer == "small"
+    assert 301 <= rung.step <= 303
+
+
+def test_signals_that_were_never_seen_are_compared_with_nothing():
+    series = np.stack([noisy(400, level=1e-4), np.full(400, np.nan)], axis=1)
+    series[300:, 0] *= 50
+    assert feed(series, ("gradient/seen", "gradient/never"))

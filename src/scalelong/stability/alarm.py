@@ -4,7 +4,9 @@ All is in logarithms, so that a factor counts the same at any size. A signal's d
 values less the median of the 50 before (renewed every few steps). It is compared with the deviations that the same
 signal showed before in the same run: the alarm rings where it lies far outside of those (`STRANGE` spreads) and is
 large in itself (`LARGE`, an update `LARGE_UPDATE`), so that neither a noisy signal nor a very quiet one rings by
-nature. Half-precision outputs have one more rule: growth that leaves the dtype's range within `SOON` steps.
+nature. A block's gradient or update must also be as large as the largest block's usually is: one that begins to learn
+late is no danger. Half-precision outputs have one more rule: growth that leaves the dtype's range within `SOON`
+steps.
 """
 
 from __future__ import annotations
@@ -60,6 +62,10 @@ class Alarm:
         return {**self.__dict__, "others": list(self.others)}
 
 
+def _places(kind: str, kinds: Sequence[str]) -> NDArray[np.int_]:
+    return np.array([i for i, found in enumerate(kinds) if found == kind], dtype=int)
+
+
 def usual(deviations: Array) -> tuple[Array, Array]:
     """Median and robust spread (1.48 MAD, and never less than `QUIET`) of past deviations, [signals, steps]."""
     centre = median(deviations)
@@ -97,7 +103,8 @@ class Detector:
         kinds = [name.partition("/")[0] for name in self.names]
         self._both_ways = np.array([kind == "gate" for kind in kinds])
         self._large = np.array([LARGE_UPDATE if kind == "update" else LARGE for kind in kinds])
-        self._peaks = np.array([i for i, kind in enumerate(kinds) if kind == "peak"], dtype=int)
+        self._peaks = _places("peak", kinds)
+        self._compared = [_places(kind, kinds) for kind in ("gradient", "update")]
 
     def update(self, step: int, values: Sequence[float] | NDArray[np.floating[Any]]) -> Alarm | None:
         """Take a step's values and return the alarm, if it rings. What is not positive and finite was not seen."""
@@ -141,6 +148,8 @@ class Detector:
         for signed in (score, size):
             np.abs(signed, out=signed, where=self._both_ways)
         rings = (score > STRANGE) & (size > self._large)
+        for blocks in self._compared:
+            rings[blocks] &= self._among_the_largest(blocks)
         if self._values[self._peaks].any():
             rings[self._peaks] |= steps_to_overflow(self._newest(self._peaks, 20)) < SOON
         rings &= (self._rings_after < self.seen) & (self._values > FEW)
@@ -150,6 +159,12 @@ class Detector:
         signal, _, layer = self.names[order[0]].partition("/")
         others = tuple(self.names[i] for i in order[1:])
         return Alarm(step, signal, layer, math.exp(now[order[0]]), float(score[order[0]]), others)
+
+    def _among_the_largest(self, blocks: NDArray[np.int_]) -> NDArray[np.bool_]:
+        """Whether each of some signals is now as large as the largest of them usually is."""
+        seen = blocks[self._values[blocks] > FEW]
+        usually = self._reference[seen].max(initial=-np.inf)
+        return self.recent[:, blocks].mean(axis=0) >= usually
 
     def _newest(self, rows: NDArray[np.int_], steps: int) -> Array:
         """The last logarithms of some signals in their order, [rows, steps]."""
