@@ -4,9 +4,9 @@ All is in logarithms, so that a factor counts the same at any size. A signal's d
 values less the median of the 50 before (renewed every few steps). It is compared with the deviations that the same
 signal showed before in the same run: the alarm rings where it lies far outside of those (`STRANGE` spreads) and is
 large in itself (`LARGE`, an update `LARGE_UPDATE`), so that neither a noisy signal nor a very quiet one rings by
-nature. A block's gradient or update must also be as large as the largest block's usually is: one that begins to learn
-late is no danger. Half-precision outputs have one more rule: growth that leaves the dtype's range within `SOON`
-steps.
+nature. A block's gradient or update must also be as large as the largest block's usually is: one that begins to
+learn late is no danger. Half-precision outputs have one more rule: growth that leaves the dtype's range within
+`SOON` steps.
 """
 
 from __future__ import annotations
