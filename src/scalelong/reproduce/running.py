@@ -35,7 +35,7 @@ def check_member(member: Member, store: Store) -> None:
     """Refuse a folder that holds another run, before any is trained."""
     config = experiment.fitted_to(member.config, store)
     recipe = resolved_for(config.train, experiment.default_device())
-    experiment.check_folder(replace(config, train=recipe), member.folder)
+    experiment.check_folder(replace(config, train=recipe), member.folder, data=experiment.data_of(config, store))
 
 
 def train_or_record(member: Member, data: Path) -> bool:
