@@ -49,6 +49,17 @@ def test_without_a_terminal_a_long_task_speaks_while_it_waits():
         assert bar.tasks[0].speed == pytest.approx(100 / 120)
 
 
+def test_the_time_left_leaves_out_what_comes_before_the_first_step():
+    told = Told()
+    with told.bar() as bar:
+        task = bar.add_task("training digits none", total=101, note="")
+        told.seconds = 60.0  # compiling
+        bar.update(task, completed=1)
+        told.seconds = 70.0
+        bar.update(task, completed=51)
+    assert told.lines == ["training digits none: 51 of 101, after 1 min, about 10 s left"]
+
+
 def test_every_run_that_ends_is_told_once():
     told = Told()
     with told.bar() as bar:

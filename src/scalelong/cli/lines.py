@@ -87,8 +87,8 @@ class ProgressLines:
     def _speak(self) -> None:
         what = "" if not self.tasks else _how_far(self.tasks)
         if what != self.said or not self.ended.is_set():  # the end does not repeat what the last run to end said
-            seconds = self.clock() - self.began_s
-            parts = [what, f"after {in_words(seconds)}", _left(self.tasks, seconds)]
+            now_s = self.clock()
+            parts = [what, f"after {in_words(now_s - self.began_s)}", _left(self.tasks, now_s)]
             self.say(", ".join(part for part in parts if part))
         self.said = what
 
@@ -105,11 +105,14 @@ def _counted(tasks: list[LineTask]) -> str:
     return f"{sum(t.completed for t in tasks):,.0f} of {sum(t.total or 0 for t in tasks):,.0f}"
 
 
-def _left(tasks: list[LineTask], seconds: float) -> str:
-    """At the mean pace so far; nothing before there is one, or when all is done."""
-    done = sum(t.completed - (t.first or 0.0) for t in tasks)
+def _left(tasks: list[LineTask], now_s: float) -> str:
+    """At the mean pace since the first step was done; nothing before there is one, or when all is done."""
+    begun = [t for t in tasks if t.first is not None]
+    done = sum(t.completed - (t.first or 0.0) for t in begun)
     left = sum((t.total or 0.0) - t.completed for t in tasks)
-    return f"about {in_words(seconds * left / done)} left" if done > 0 and left > 0 else ""
+    if done <= 0 or left <= 0:
+        return ""
+    return f"about {in_words((now_s - min(t.since_s for t in begun)) * left / done)} left"
 
 
 def _is_done(task: LineTask) -> bool:
