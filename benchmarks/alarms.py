@@ -34,6 +34,7 @@ SETS = {
     "healthy, recipe": fault_sets.HEALTHY_RECIPE,
     "healthy, recipe, new": fault_sets.HEALTHY_RECIPE_NEW,
     "healthy, recipe, last": fault_sets.HEALTHY_RECIPE_LAST,
+    "healthy, recipe, final": fault_sets.HEALTHY_RECIPE_FINAL,
 }
 
 

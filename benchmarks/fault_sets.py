@@ -5,8 +5,8 @@ down before the alarm had a threshold, and first run when it was finished. `SCAN
 that takes its time, `EDGE` between the rates that do no harm and those that end a run at once, `RECIPE` with the
 optimiser of U-ViT's recipe, whose memory is ten times longer (`HEALTHY_RECIPE` without a fault).
 `HEALTHY_NEW` was written after a healthy run that was held out had rung, `HEALTHY_LAST` after one of `HEALTHY_NEW`
-had, `HEALTHY_RECIPE_NEW` after one of `HEALTHY_RECIPE` had, `HEALTHY_RECIPE_LAST` after two of those had; each was
-then run once.
+had, `HEALTHY_RECIPE_NEW` after one of `HEALTHY_RECIPE` had, `HEALTHY_RECIPE_LAST` after two of those had, and
+`HEALTHY_RECIPE_FINAL` after three of those; each was then run once.
 """
 
 from __future__ import annotations
@@ -275,5 +275,22 @@ HEALTHY_RECIPE_LAST = [
     )
     for i, (depth, lr, scaling) in enumerate(
         product((8, 12), (3e-4, 6e-4), ("none", "1/sqrt2", "cs:0.6", "ls", "scalar"))
+    )
+]
+
+HEALTHY_RECIPE_FINAL = [
+    Run(
+        f"U-ViT depth {depth}, {scaling}, warm-up {warmup}, β 0.99 0.999, final",
+        make=partial(uvit, 56, depth, identity_final_conv=True),
+        scaling=scaling,
+        optimiser="recipe",
+        lr=5e-4,
+        batch=20,
+        warmup=warmup,
+        steps=600,
+        seed=1100 + i,
+    )
+    for i, (depth, warmup, scaling) in enumerate(
+        product((6, 12), (60, 250), ("none", "cs:0.7", "ls", "skip-norm", "ie"))
     )
 ]

@@ -177,6 +177,18 @@ def test_a_block_that_wakes_up_rings_only_when_it_is_as_large_as_the_largest(kin
     assert 301 <= rung.step <= 303
 
 
+def test_an_update_rings_only_where_its_gradient_takes_part():
+    """Adam's update of a block that hardly has gradients doubles by itself, and moves nothing else."""
+    names = ("gradient/large", "gradient/small", "update/large", "update/small")
+    levels = (1.0, 1e-3, 1e-3, 1e-3)
+    series = np.stack([noisy(400, level, 0.05, seed) for seed, level in enumerate(levels)], axis=1)
+    series[300:, 3] *= 5
+    assert not feed(series, names)
+    series[:, 1] *= 100
+    (rung, *_) = feed(series, names)
+    assert (rung.signal, rung.layer) == ("update", "small")
+
+
 def test_signals_that_were_never_seen_are_compared_with_nothing():
     series = np.stack([noisy(400, level=1e-4), np.full(400, np.nan)], axis=1)
     series[300:, 0] *= 50

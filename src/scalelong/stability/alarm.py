@@ -4,9 +4,10 @@ All is in logarithms, so that a factor counts the same at any size. A signal's d
 values less the median of the 50 before (renewed every few steps). It is compared with the deviations that the same
 signal showed before in the same run: the alarm rings where it lies far outside of those (`STRANGE` spreads) and is
 large in itself (`LARGE`, an update `LARGE_UPDATE`), so that neither a noisy signal nor a very quiet one rings by
-nature. A block's gradient or update must also be as large as the largest block's usually is: one that begins to
-learn late is no danger. Half-precision outputs have one more rule: growth that leaves the dtype's range within
-`SOON` steps.
+nature. Blocks that hardly take part, as the inner ones of a net that is deep for its data, wake up now and then and
+are no danger: a block's gradient or update must also be as large as the largest block's usually is, and for an
+update its gradient a share of that (`TAKES_PART`). Half-precision outputs have one more rule: growth that leaves
+the dtype's range within `SOON` steps.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ FEW = 30  # values are no history, of a signal that is not seen in every step
 STRANGE = 7.0
 LARGE = math.log(1.5)
 LARGE_UPDATE = math.log(2)  # with a momentum of 0.99 updates wander by half in healthy runs
+TAKES_PART = math.log(0.05)  # of the largest block's gradient
 QUIET = 0.03  # the least spread that a signal is believed to have
 SOON = 50
 _GROWING = 1e-3  # per step: what grows less has no overflow to come
@@ -104,7 +106,8 @@ class Detector:
         self._both_ways = np.array([kind == "gate" for kind in kinds])
         self._large = np.array([LARGE_UPDATE if kind == "update" else LARGE for kind in kinds])
         self._peaks = _places("peak", kinds)
-        self._compared = [_places(kind, kinds) for kind in ("gradient", "update")]
+        self._gradients, self._updates = _places("gradient", kinds), _places("update", kinds)
+        self._gradient_of = np.array([self._place_of_gradient(self.names[i]) for i in self._updates], dtype=int)
 
     def update(self, step: int, values: Sequence[float] | NDArray[np.floating[Any]]) -> Alarm | None:
         """Take a step's values and return the alarm, if it rings. What is not positive and finite was not seen."""
@@ -148,8 +151,9 @@ class Detector:
         for signed in (score, size):
             np.abs(signed, out=signed, where=self._both_ways)
         rings = (score > STRANGE) & (size > self._large)
-        for blocks in self._compared:
-            rings[blocks] &= self._among_the_largest(blocks)
+        for blocks in (self._gradients, self._updates):
+            rings[blocks] &= self._is_as_large(blocks, blocks)
+        rings[self._updates] &= self._is_as_large(self._gradient_of, self._gradients, TAKES_PART)
         if self._values[self._peaks].any():
             rings[self._peaks] |= steps_to_overflow(self._newest(self._peaks, 20)) < SOON
         rings &= (self._rings_after < self.seen) & (self._values > FEW)
@@ -160,11 +164,18 @@ class Detector:
         others = tuple(self.names[i] for i in order[1:])
         return Alarm(step, signal, layer, math.exp(now[order[0]]), float(score[order[0]]), others)
 
-    def _among_the_largest(self, blocks: NDArray[np.int_]) -> NDArray[np.bool_]:
-        """Whether each of some signals is now as large as the largest of them usually is."""
-        seen = blocks[self._values[blocks] > FEW]
+    def _is_as_large(
+        self, blocks: NDArray[np.int_], others: NDArray[np.int_], share: float = 0.0
+    ) -> NDArray[np.bool_]:
+        """Whether each block is now as large as the largest of the others usually is, or a share of that."""
+        seen = others[self._values[others] > FEW]
         usually = self._reference[seen].max(initial=-np.inf)
-        return self.recent[:, blocks].mean(axis=0) >= usually
+        return self.recent[:, blocks].mean(axis=0) >= usually + share
+
+    def _place_of_gradient(self, update: str) -> int:
+        """Where the gradient of an update's block is; its own place where that is not watched."""
+        gradient = update.replace("update/", "gradient/", 1)
+        return self.names.index(gradient if gradient in self.names else update)
 
     def _newest(self, rows: NDArray[np.int_], steps: int) -> Array:
         """The last logarithms of some signals in their order, [rows, steps]."""

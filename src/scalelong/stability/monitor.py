@@ -20,7 +20,7 @@ from scalelong.skips.sites import UnsupportedModelError
 from scalelong.stability.alarm import Alarm, Detector
 from scalelong.stability.inbox import Inbox
 from scalelong.stability.levels import NoiseLevels
-from scalelong.stability.pulse import Pulse, Values
+from scalelong.stability.pulse import ANY, Pulse, Values
 from scalelong.stability.replay import StepCalls
 from scalelong.training.guard import NonFiniteError
 from scalelong.training.log import METRICS, NoLog, RunLog
@@ -284,7 +284,7 @@ class StabilityMonitor:
             main["gradient norm"] = math.hypot(*gradients.values())
             main["weight norm"] = torch.nn.utils.get_total_norm(self.pulse.parameters).item()
         seen = zip(self.pulse.names, self._last.tolist(), strict=False)
-        signals = {name: v for name, v in seen if not v < 0 and name != "loss"} | gradients
+        signals = {name: v for name, v in seen if not v < 0 and name not in ("loss", ANY)} | gradients
         if self.observer is not None:
             self._watching.close()
             if not self.observer.squares:

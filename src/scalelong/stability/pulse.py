@@ -30,7 +30,7 @@ Values = NDArray[np.float32]
 
 UNSEEN = -1.0  # all signals are norms: what was not seen this time is told apart from what is not a number
 ASLEEP = 0.0  # of a block whose gradient is exactly that
-ANY = "any weight"  # whether all gradients are finite, and no more
+ANY = "any gradient"  # whether all of them are finite, and no more
 _FIRST = 3  # blocks at the input, whose gradients show what came back through all others
 _LINES = _LINE = 16  # weights whose change stands for their block's: so many pieces, each a line of a cache
 
@@ -77,9 +77,9 @@ class Pulse:
         self._gates = list(gates)
         self._limits = np.array([gate_limit(scale) for scale in gates.values()], dtype=np.float32)
         self._hooks = self._hook(model, gates)
-        shown = {"gradient": [*self.blocks, ANY], "output": self.blocks, "peak": self.blocks, "gate": self._gates}
-        shown["update"] = self.blocks
-        self.names = ["loss", *(f"{kind}/{name}" for kind, names in shown.items() for name in names)]
+        shown = {"output": self.blocks, "peak": self.blocks, "gate": self._gates, "update": self.blocks}
+        self.names = ["loss", *(f"gradient/{block}" for block in self.blocks), ANY]
+        self.names += [f"{kind}/{name}" for kind, names in shown.items() for name in names]
         self.telling = 2 + len(self.blocks)  # the first of them tell whether a step is finite
 
     def _largest_of(self, block: str, also: Collection[str]) -> int:
