@@ -227,7 +227,8 @@ class _Interruption:
         if not self.asked:
             self.asked, self.asked_at = True, time.monotonic()
             if self.speaks:
-                print("stopping after a checkpoint; Ctrl-C again stops at once, without one.", file=sys.stderr)
+                with contextlib.suppress(RuntimeError):  # the signal came in the middle of another line
+                    print("stopping after a checkpoint; Ctrl-C again stops at once, without one.", file=sys.stderr)
         elif number == signal.SIGINT and time.monotonic() - self.asked_at > _ONE_PRESS_S:
             raise KeyboardInterrupt
 
