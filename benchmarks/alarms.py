@@ -35,6 +35,7 @@ SETS = {
     "healthy, recipe, new": fault_sets.HEALTHY_RECIPE_NEW,
     "healthy, recipe, last": fault_sets.HEALTHY_RECIPE_LAST,
     "healthy, recipe, final": fault_sets.HEALTHY_RECIPE_FINAL,
+    "healthy, recipe, after": fault_sets.HEALTHY_RECIPE_AFTER,
 }
 
 

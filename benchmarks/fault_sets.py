@@ -6,7 +6,7 @@ that takes its time, `EDGE` between the rates that do no harm and those that end
 optimiser of U-ViT's recipe, whose memory is ten times longer (`HEALTHY_RECIPE` without a fault).
 `HEALTHY_NEW` was written after a healthy run that was held out had rung, `HEALTHY_LAST` after one of `HEALTHY_NEW`
 had, `HEALTHY_RECIPE_NEW` after one of `HEALTHY_RECIPE` had, `HEALTHY_RECIPE_LAST` after two of those had, and
-`HEALTHY_RECIPE_FINAL` after three of those; each was then run once.
+`HEALTHY_RECIPE_FINAL` after three of those, and `HEALTHY_RECIPE_AFTER` after one of those; each was then run once.
 """
 
 from __future__ import annotations
@@ -292,5 +292,23 @@ HEALTHY_RECIPE_FINAL = [
     )
     for i, (depth, warmup, scaling) in enumerate(
         product((6, 12), (60, 250), ("none", "cs:0.7", "ls", "skip-norm", "ie"))
+    )
+]
+
+HEALTHY_RECIPE_AFTER = [
+    Run(
+        f"U-ViT depth {depth}, {scaling}, {target}, β 0.99 0.999, after",
+        make=partial(uvit, 44, depth, identity_final_conv=True),
+        scaling=scaling,
+        optimiser="recipe",
+        lr=4.5e-4,
+        batch=14,
+        warmup=90,
+        steps=600,
+        target=target,
+        seed=1200 + i,
+    )
+    for i, (depth, target, scaling) in enumerate(
+        product((8, 14), ("epsilon", "v_prediction"), ("none", "1/sqrt2", "cs:0.7", "ls", "skip-norm"))
     )
 ]

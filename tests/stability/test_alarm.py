@@ -165,7 +165,7 @@ def test_an_update_may_wander_by_half_and_not_double():
     assert rung.step in range(401, 405)
 
 
-@pytest.mark.parametrize("kind", ["gradient", "update"])
+@pytest.mark.parametrize("kind", ["gradient", "update", "output"])
 def test_a_block_that_wakes_up_rings_only_when_it_is_as_large_as_the_largest(kind):
     names = (f"{kind}/large", f"{kind}/small")
     series = np.stack([noisy(400), noisy(400, level=1e-3, seed=1)], axis=1)

@@ -5,8 +5,8 @@ values less the median of the 50 before (renewed every few steps). It is compare
 signal showed before in the same run: the alarm rings where it lies far outside of those (`STRANGE` spreads) and is
 large in itself (`LARGE`, an update `LARGE_UPDATE`), so that neither a noisy signal nor a very quiet one rings by
 nature. Blocks that hardly take part, as the inner ones of a net that is deep for its data, wake up now and then and
-are no danger: a block's gradient or update must also be as large as the largest block's usually is, and for an
-update its gradient a share of that (`TAKES_PART`). Half-precision outputs have one more rule: growth that leaves
+are no danger: a block's gradient, update or output must also be as large as the largest block's usually is, and for
+an update its gradient a share of that (`TAKES_PART`). Half-precision outputs have one more rule: growth that leaves
 the dtype's range within `SOON` steps.
 """
 
@@ -107,6 +107,7 @@ class Detector:
         self._large = np.array([LARGE_UPDATE if kind == "update" else LARGE for kind in kinds])
         self._peaks = _places("peak", kinds)
         self._gradients, self._updates = _places("gradient", kinds), _places("update", kinds)
+        self._outputs = _places("output", kinds)
         self._gradient_of = np.array([self._place_of_gradient(self.names[i]) for i in self._updates], dtype=int)
 
     def update(self, step: int, values: Sequence[float] | NDArray[np.floating[Any]]) -> Alarm | None:
@@ -151,7 +152,7 @@ class Detector:
         for signed in (score, size):
             np.abs(signed, out=signed, where=self._both_ways)
         rings = (score > STRANGE) & (size > self._large)
-        for blocks in (self._gradients, self._updates):
+        for blocks in (self._gradients, self._updates, self._outputs):
             rings[blocks] &= self._is_as_large(blocks, blocks)
         rings[self._updates] &= self._is_as_large(self._gradient_of, self._gradients, TAKES_PART)
         if self._values[self._peaks].any():
