@@ -7,7 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL, AutoencoderTiny, UNet2DModel, VQModel
+from diffusers import (
+    AsymmetricAutoencoderKL,
+    AutoencoderDC,
+    AutoencoderKL,
+    AutoencoderTiny,
+    UNet2DModel,
+    VQModel,
+)
 from safetensors.torch import load_file, save_file
 
 from scalelong.data.images import Item, Source
@@ -147,12 +154,16 @@ def test_decoding_undoes_the_scale_and_clips(vae):
     torch.testing.assert_close(autoencoder.decoded(z), expected.clamp(-1, 1))
 
 
-@pytest.mark.parametrize("kind", ["tiny", "vq"])
+@pytest.mark.parametrize("kind", ["tiny", "dc", "vq"])
 def test_autoencoders_without_randomness(tmp_path, kind):
     torch.manual_seed(0)
     if kind == "tiny":
         blocks = {"encoder_block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8)}
         network = AutoencoderTiny(**blocks, num_encoder_blocks=(1, 1), num_decoder_blocks=(1, 1))
+    elif kind == "dc":
+        sides = {"block_types": "ResBlock", "block_out_channels": 8, "layers_per_block": 1, "qkv_multiscales": ()}
+        both = {f"{side}_{name}": (value,) * 2 for side in ("encoder", "decoder") for name, value in sides.items()}
+        network = AutoencoderDC(latent_channels=4, attention_head_dim=4, scaling_factor=0.4, **both)
     else:
         down, up = ("DownEncoderBlock2D",) * 2, ("UpDecoderBlock2D",) * 2
         network = VQModel(
@@ -164,7 +175,8 @@ def test_autoencoders_without_randomness(tmp_path, kind):
     store = prepare(source_of(images), tmp_path / "store", autoencoder=autoencoder)
     x = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
     with torch.no_grad():
-        direct = network.eval().encode(x).latents
+        found = network.eval().encode(x)
+        direct = found.latent if kind == "dc" else found.latents
     assert store.latents.shape == (3, 2, *direct.shape[1:])
     np.testing.assert_allclose(store.latents[:, 0], direct.numpy(), rtol=2**-10, atol=1e-3)
     batch = Loader(store, seed=0, latents=True).batch(0, 3)
@@ -172,6 +184,27 @@ def test_autoencoders_without_randomness(tmp_path, kind):
     expected = torch.from_numpy(np.array(store.latents[:, 0])).float()[order]
     torch.testing.assert_close(batch.images, expected * network.config.scaling_factor)
     assert autoencoder.decoded(batch.images).shape == (3, 3, 8, 8)
+
+
+def test_an_asymmetric_autoencoder_has_moments_too(tmp_path):
+    torch.manual_seed(0)
+    network = AsymmetricAutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        down_block_out_channels=(8, 8),
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        up_block_out_channels=(8, 16),
+        norm_num_groups=4,
+        sample_size=8,
+    ).eval()
+    network.save_pretrained(tmp_path / "net")
+    autoencoder = load_autoencoder(tmp_path / "net")
+    images = made_images(3)
+    store = prepare(source_of(images), tmp_path / "store", autoencoder=autoencoder)
+    with torch.no_grad():
+        direct = network.encode(torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1).latent_dist
+    expected = torch.cat([direct.mean, direct.std], dim=1).numpy()
+    np.testing.assert_allclose(store.latents[:, 0], expected, rtol=2**-10, atol=1e-3)
+    assert autoencoder.decoded(torch.randn(2, 4, 4, 4)).shape == (2, 3, 8, 8)
 
 
 def test_a_pipelines_folder_is_searched(vae, tmp_path, monkeypatch):
@@ -241,7 +274,7 @@ def cut_short(folder):
             "lack 1 tensors, the first of them decoder.conv_out.bias",
         ),
         (cut_short, "cannot be loaded"),
-        (other_kind, "one of AutoencoderKL, AutoencoderTiny, VQModel; .* is a 'UNet2DModel'"),
+        (other_kind, "one of AutoencoderKL, .*VQModel; .* is a 'UNet2DModel'"),
         (lambda f: f.mkdir(), "holds no autoencoder: there is no config.json in it, in its vae or in its vqvae"),
         (lambda f: None, "there is no folder"),
         (

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-KINDS = ("AutoencoderKL", "AutoencoderTiny", "VQModel")
+_RANDOM_KINDS = ("AutoencoderKL", "AsymmetricAutoencoderKL")  # they encode an image to a distribution
+KINDS = (*_RANDOM_KINDS, "AutoencoderDC", "AutoencoderTiny", "VQModel")
 _PLACES = ("", "vae", "vqvae")  # where an autoencoder lies in its own folder, or in a pipeline's
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
 _PIXELS_AT_ONCE = 1 << 21  # 32 images of 256×256: what fits any GPU
@@ -71,12 +72,14 @@ class Autoencoder:
     @property
     def downsampling(self) -> int:
         """How many pixels a side of a latent stands for."""
-        return int(2 ** (len(self.network.config.block_out_channels) - 1))
+        config = self.network.config
+        blocks = config.get("encoder_block_out_channels") or config.block_out_channels
+        return int(2 ** (len(blocks) - 1))
 
     @property
     def is_random(self) -> bool:
         """Whether an image is encoded to a distribution: a deviation is kept for every mean."""
-        return self.kind == "AutoencoderKL"
+        return self.kind in _RANDOM_KINDS
 
     def space(self, height: int, width: int, channels: int) -> LatentSpace:
         """The latents of images of this size, or a sentence why there are none."""
@@ -95,10 +98,11 @@ class Autoencoder:
     def check(self, height: int, width: int, channels: int) -> None:
         """Refuse images of a size that does not fit."""
         config, factor = self.network.config, self.downsampling
-        if (channels, channels) != (config.in_channels, config.out_channels):
+        given = config.get("out_channels", config.in_channels)
+        if (channels, channels) != (config.in_channels, given):
             raise AutoencoderError(
-                f"the autoencoder {self.place} takes {config.in_channels} channels and gives "
-                f"{config.out_channels}, and the images have {channels}; take one that was made for them."
+                f"the autoencoder {self.place} takes {config.in_channels} channels and gives {given}, and the "
+                f"images have {channels}; take one that was made for them."
             )
         if height % factor or width % factor:
             raise AutoencoderError(
@@ -130,7 +134,7 @@ class Autoencoder:
         if self.is_random:
             parts = torch.cat([found.latent_dist.mean, found.latent_dist.std], dim=1)
         else:
-            parts = found.latents
+            parts = found.latent if "latent" in found else found.latents
         return parts.unflatten(0, (-1, 2))
 
     @torch.no_grad()
