@@ -69,6 +69,7 @@ def test_a_uvit_runs_in_a_stock_pipeline_folded_or_not(store, tmp_path):  # noqa
     np.testing.assert_allclose(plain, folded, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_folded_unet_needs_no_scalelong(store, tmp_path):  # noqa: F811
     unet = with_overrides(run_preset("cifar10-unet"), UNET)
     experiment.train(unet, store, tmp_path / "run")

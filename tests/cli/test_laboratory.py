@@ -17,9 +17,11 @@ from scalelong.data.sources import digits
 from scalelong.report.kappa import probe_section
 from scalelong.report.page import write_page
 from scalelong.report.theory import read_theory, theory_sections
+from scalelong.stability.models import open_model
 from scalelong.stability.probe import judge
 from scalelong.stability.robustness import judge_direction
 from scalelong.stability.theory import judge_lemma
+from tests.contracts.zoo import CASES
 from tests.stability.test_probe import NONE, score
 
 
@@ -168,3 +170,9 @@ def test_a_probe_of_a_few_steps(small, tmp_path):
     found = json.loads(invoke(*args, "--json"))
     assert "beyond the spread" in found["advice"][0]
     assert "κ from short runs" in (tmp_path / "p.html").read_text()
+
+
+def test_a_model_of_videos_is_told_what_to_do(tmp_path):
+    CASES["unet3d"].model().save_pretrained(tmp_path / "video")
+    with pytest.raises(ValueError, match="a UNet3DConditionModel, of videos; call scalelong.stability.calibration"):
+        open_model(str(tmp_path / "video"))

@@ -45,6 +45,7 @@ def classifier(some_digits):
     return result
 
 
+@pytest.mark.slow
 def test_guidance_moves_samples_towards_their_class(some_digits, classifier, tmp_path):
     seed = 0
     experiment.train(config(*SETTINGS, f"train.seed={seed}"), some_digits, tmp_path / "run", device="cpu")

@@ -107,7 +107,8 @@ class UNetAdapter(Adapter):
         self, skip: LongSkip, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """The two parts of the concatenation; at "norm" the scale comes later."""
-        main, part = args[0].split([skip.main_channels, skip.shape.channels], 1)
+        joined = args[0] if args else kwargs["input_tensor"]
+        main, part = joined.split([skip.main_channels, skip.shape.channels], 1)
         return main, part
 
 

@@ -338,8 +338,10 @@ def _cut(adapter: Adapter, skip: LongSkip, arrived: dict[int, Tensor]) -> Any:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         main, part = adapter.merge_inputs(skip, args, kwargs)
         arrived[skip.index] = main
-        alone = main is args[0]
+        alone = bool(args) and main is args[0]
         joined = main.detach() if alone else torch.cat([main.detach(), part], skip.shape.channel_dim)
+        if not args:
+            return args, kwargs | {"input_tensor": joined}
         return (joined, *args[1:]), kwargs
 
     return hook

@@ -18,6 +18,7 @@ from scalelong.skips.apply import find_skips
 from scalelong.stability.noise_ratio import store_images, uniform_images
 
 Inputs = dict[str, Any]
+_OF_VIDEOS = ("UNetMotionModel", "UNet3DConditionModel", "I2VGenXLUNet")
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ def _run_config(folder: Path) -> RunConfig | None:
 
 def _opened(name: str, model: nn.Module, process: str, trained: bool) -> OpenedModel:
     find_skips(model)  # or a sentence
+    if type(model).__name__ in _OF_VIDEOS:
+        raise ValueError(
+            f"inputs are made for models of images, and {name} is a {type(model).__name__}, of videos; call "
+            "scalelong.stability.calibration.calibrate(model, [inputs]) with inputs of yours."
+        )
     return OpenedModel(name, model.float().eval(), process, trained)
 
 
