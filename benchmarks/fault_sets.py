@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 from benchmarks.faults import (
     Run,
@@ -215,11 +216,17 @@ EDGE = [
     for lr, seed in ((2e-3 * 1.07 ** (i // 3), 620 + i) for i in range(24))
 ]
 
+
+def recipe_run(name: str, *, width: int, depth: int, **how: Any) -> Run:
+    """A U-ViT under the optimiser of its recipe."""
+    return Run(name, make=partial(uvit, width, depth, identity_final_conv=True), optimiser="recipe", **how)
+
+
 RECIPE = [
-    Run(
+    recipe_run(
         f"lr × 30 of {lr:.1e}, U-ViT depth {depth}, β 0.99 0.999, seed {seed}",
-        make=partial(uvit, 48, depth, identity_final_conv=True),
-        optimiser="recipe",
+        width=48,
+        depth=depth,
         lr=lr,
         steps=400,
         seed=seed,
@@ -229,11 +236,11 @@ RECIPE = [
 ]
 
 HEALTHY_RECIPE = [
-    Run(
+    recipe_run(
         f"U-ViT depth {depth}, {scaling}, lr {lr:.0e}, β 0.99 0.999",
-        make=partial(uvit, 48, depth, identity_final_conv=True),
+        width=48,
+        depth=depth,
         scaling=scaling,
-        optimiser="recipe",
         lr=lr,
         warmup=100,
         steps=500,
@@ -245,11 +252,11 @@ HEALTHY_RECIPE = [
 ]
 
 HEALTHY_RECIPE_NEW = [
-    Run(
+    recipe_run(
         f"U-ViT depth {depth}, {scaling}, batch {batch}, β 0.99 0.999, new",
-        make=partial(uvit, 40, depth, identity_final_conv=True),
+        width=40,
+        depth=depth,
         scaling=scaling,
-        optimiser="recipe",
         lr=4e-4,
         batch=batch,
         warmup=150,
@@ -262,11 +269,11 @@ HEALTHY_RECIPE_NEW = [
 ]
 
 HEALTHY_RECIPE_LAST = [
-    Run(
+    recipe_run(
         f"U-ViT depth {depth}, {scaling}, lr {lr:.0e}, β 0.99 0.999, last",
-        make=partial(uvit, 32, depth, identity_final_conv=True),
+        width=32,
+        depth=depth,
         scaling=scaling,
-        optimiser="recipe",
         lr=lr,
         batch=12,
         warmup=120,
@@ -279,11 +286,11 @@ HEALTHY_RECIPE_LAST = [
 ]
 
 HEALTHY_RECIPE_FINAL = [
-    Run(
+    recipe_run(
         f"U-ViT depth {depth}, {scaling}, warm-up {warmup}, β 0.99 0.999, final",
-        make=partial(uvit, 56, depth, identity_final_conv=True),
+        width=56,
+        depth=depth,
         scaling=scaling,
-        optimiser="recipe",
         lr=5e-4,
         batch=20,
         warmup=warmup,
@@ -296,11 +303,11 @@ HEALTHY_RECIPE_FINAL = [
 ]
 
 HEALTHY_RECIPE_AFTER = [
-    Run(
+    recipe_run(
         f"U-ViT depth {depth}, {scaling}, {target}, β 0.99 0.999, after",
-        make=partial(uvit, 44, depth, identity_final_conv=True),
+        width=44,
+        depth=depth,
         scaling=scaling,
-        optimiser="recipe",
         lr=4.5e-4,
         batch=14,
         warmup=90,
