@@ -165,25 +165,10 @@ def _motion() -> nn.Module:
     )
 
 
-def _unet3d() -> nn.Module:
-    from diffusers import UNet3DConditionModel
+def _of_3d_blocks(name: str) -> nn.Module:
+    import diffusers
 
-    return UNet3DConditionModel(
-        sample_size=8,
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
-        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
-        cross_attention_dim=24,
-        attention_head_dim=8,
-        norm_num_groups=16,
-    )
-
-
-def _i2vgen() -> nn.Module:
-    from diffusers import I2VGenXLUNet
-
-    return I2VGenXLUNet(
+    return getattr(diffusers, name)(
         sample_size=8,
         block_out_channels=(32, 64),
         layers_per_block=1,
@@ -290,10 +275,17 @@ CASES = {
             **_SD15_SKIPS,
             kind="video",
         ),
-        Case("unet3d", _unet3d, _VIDEO, **_SD15_SKIPS, kind="video", supports_checkpointing=False),
+        Case(
+            "unet3d",
+            functools.partial(_of_3d_blocks, "UNet3DConditionModel"),
+            _VIDEO,
+            **_SD15_SKIPS,
+            kind="video",
+            supports_checkpointing=False,
+        ),
         Case(
             "i2vgen",
-            _i2vgen,
+            functools.partial(_of_3d_blocks, "I2VGenXLUNet"),
             {
                 **_VIDEO,
                 "fps": torch.tensor([8, 16]),

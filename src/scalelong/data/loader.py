@@ -98,13 +98,14 @@ class Loader:
 
     def fetch(self, start: int, size: int) -> tuple[Tensor, Tensor | None]:
         """The same images as the store has them: pixels [B, H, W, C] of 0 … 255, or moments; labels or contexts."""
-        places = self._places(start, size)
+        rows = self._rows(start, size)
+        places = self._places(start, rows)
         if self.resident is not None:
             pixels = self.resident[places]
         else:
             pixels = torch.from_numpy(self._read(start, size, places.numpy()))
             pixels = pixels.pin_memory() if self.device.type == "cuda" else pixels
-        return pixels, self._condition(start, self._rows(start, size))
+        return pixels, self._condition(start, rows)
 
     def finish(self, pixels: Tensor, condition: Tensor | None, indices: Tensor) -> Batch:
         """What is drawn by the position in the stream: flips, dropped conditions. Operations on tensors alone."""
@@ -133,12 +134,11 @@ class Loader:
             means = means + deviations * self.posterior.normal(indices, tuple(means.shape[1:]))
         return (means - self.space.shift_factor) * self.space.scaling_factor
 
-    def _places(self, start: int, size: int) -> Tensor:
+    def _places(self, start: int, rows: Tensor) -> Tensor:
         """Where these images lie in the source: of latents, an image's two flips are neighbours."""
-        rows = self._rows(start, size)
         if self.space is None or self.flips is None:
             return rows
-        indices = torch.arange(start, start + size, device=rows.device)
+        indices = torch.arange(start, start + len(rows), device=rows.device)
         return 2 * rows + (self.flips.bits(indices, 1)[:, 0] & 1)
 
     def buffers(self, size: int) -> tuple[Tensor, Tensor | None]:
@@ -166,7 +166,8 @@ class Loader:
         if requested is None:
             requested = self.host.request(rows)
         coming = self._ahead.guess(start, size)
-        self._ahead.put(coming, size, self.host.request(self._places(coming, size).numpy()))
+        next_places = self._places(coming, self._rows(coming, size))
+        self._ahead.put(coming, size, self.host.request(next_places.numpy()))
         return self.host.gather(requested)
 
     def _rows(self, start: int, size: int) -> Tensor:

@@ -18,6 +18,7 @@ from scalelong.comparison import Member, forget_compiled, members
 from scalelong.config import RunConfig, with_overrides
 from scalelong.data.files import write_whole
 from scalelong.data.store import open_store
+from scalelong.report.runs import beyond_spread
 from scalelong.training.log import read_metrics
 from scalelong.training.signals import oscillation_index
 
@@ -86,7 +87,7 @@ class Score:
         if not (all(d > 0 for d in self.differences) or all(d < 0 for d in self.differences)):
             return False
         finite = [d for d in self.differences if math.isfinite(d)]
-        return not finite or abs(sum(finite) / len(finite)) > max(finite) - min(finite)
+        return not finite or beyond_spread(finite)
 
 
 @dataclass(frozen=True, kw_only=True)
