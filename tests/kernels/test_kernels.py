@@ -34,6 +34,21 @@ def test_attention_is_its_definition(tokens):
     assert relative(attention(qkv, 2), by_definition(qkv, 2)) < 1e-5
 
 
+@pytest.mark.parametrize("tokens", [17, 65, 257, 600])
+def test_attention_and_its_gradient_in_half_precision_on_a_cpu(tokens):
+    """Up to 512 tokens by the two products, beyond by torch's fused attention: both as near as rounding lets them."""
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(2, tokens, 3 * 64, generator=generator).bfloat16()
+    grad = torch.randn(2, tokens, 64, generator=generator).bfloat16()
+    found, exact = qkv.clone().requires_grad_(), qkv.double().requires_grad_()
+    out, reference = attention(found, 2), by_definition(exact, 2)
+    assert out.dtype == torch.bfloat16
+    assert relative(out, reference) < 0.01
+    out.backward(grad)
+    reference.backward(grad.double())
+    assert relative(found.grad, exact.grad) < 0.01
+
+
 def test_which_shapes_the_kernel_takes():
     def takes(tokens, width, heads):
         return fits(torch.empty(1, tokens, 3 * width, device="meta"), heads)

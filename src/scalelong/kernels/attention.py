@@ -13,6 +13,7 @@ from scalelong.kernels.support import has_large_shared_memory, kernels_run_on
 _MAX_EXTRA = 2
 _MAIN = (64, 128, 256)
 _HEAD_DIMS = (32, 64)
+_MAX_SQUARE = 512  # tokens
 # How the kernels are launched: queries at once, stages of loading ahead, warps (`benchmarks.kernels` tries others).
 FORWARD = {"BQ": 64, "STAGES": 2, "num_warps": 4}
 BACKWARD = {"BQ": 32, "STAGES": 2, "num_warps": 8}
@@ -24,7 +25,20 @@ def attention(qkv: Tensor, num_heads: int) -> Tensor:
         out, _ = _attend(qkv, num_heads)
         return out
     q, k, v = qkv.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, H, N, d]
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    attended = _two_products(q, k, v) if _is_slow_fused(qkv) else F.scaled_dot_product_attention(q, k, v)
+    return attended.transpose(1, 2).flatten(2)
+
+
+def _is_slow_fused(qkv: Tensor) -> bool:
+    """On a CPU torch's fused attention in half precision takes up to ten times as long as the products themselves,
+    backward most of it. Beyond some tokens the square of them would not fit the caches, nor the memory.
+    """
+    return qkv.device.type == "cpu" and qkv.dtype == torch.bfloat16 and qkv.shape[1] <= _MAX_SQUARE
+
+
+def _two_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q kᵀ / √d) v, [B, H, N, d] each."""
+    return (q * q.shape[-1] ** -0.5 @ k.transpose(2, 3)).softmax(3) @ v
 
 
 def fits(qkv: Tensor, num_heads: int) -> bool:
