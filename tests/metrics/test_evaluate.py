@@ -73,6 +73,16 @@ def test_the_protocol_of_pytorch_fid(tmp_path):
     torch.testing.assert_close(low, high, atol=1e-6, rtol=0)
 
 
+def test_features_do_not_depend_on_how_many_images_come_at_once(tmp_path):
+    """A CPU takes them in small pieces: each image keeps its place and its features."""
+    torch.jit.script(Probe()).save(tmp_path / "probe.pt")
+    features = InceptionFeatures(tmp_path / "probe.pt")
+    images = torch.linspace(-1, 1, 19)[:, None, None, None].expand(19, 3, 8, 8)
+    together = features(images)
+    assert together.shape == (19, 4)
+    torch.testing.assert_close(together, torch.cat([features(image[None]) for image in images]))
+
+
 def test_quality_is_json(store):
     reference = reference_of(store, PixelFeatures())
     quality = quality_of([images_of(store, np.arange(50))], reference, PixelFeatures(), "x")

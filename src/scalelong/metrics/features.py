@@ -13,6 +13,7 @@ from scalelong.data.files import sha256
 from scalelong.metrics.weights import SHA256, find_inception
 
 MOST_PIXELS = 32 * 32 * 3
+_AT_ONCE_ON_A_CPU = 8
 
 
 class Features(Protocol):
@@ -44,6 +45,7 @@ class InceptionFeatures:
 
     def __init__(self, path: Path | None = None, device: str = "cpu") -> None:
         self.device = device
+        self.memory_format = torch.channels_last if device == "cpu" else torch.contiguous_format
         file = find_inception(path)
         self.name = inception_name(file)
         try:
@@ -55,13 +57,20 @@ class InceptionFeatures:
                 "out to have the file downloaded."
             ) from error
 
-    @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
         """[B, 2048]. Samples are rounded to 256 levels first: files of images would be, too."""
+        if self.device != "cpu":
+            return self._features(images)
+        # A CPU is three times as fast with few at once: what many need leaves its caches and is mapped anew each time.
+        return torch.cat([self._features(few) for few in images.split(_AT_ONCE_ON_A_CPU)])
+
+    @torch.no_grad()
+    def _features(self, images: Tensor) -> Tensor:
         levels = ((images.to(self.device).float() + 1) * 127.5).round().clamp(0, 255) / 255
         if levels.shape[1] == 1:
             levels = levels.expand(-1, 3, -1, -1)
         resized = F.interpolate(levels, (299, 299), mode="bilinear", align_corners=False)
+        resized = resized.contiguous(memory_format=self.memory_format)
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # a metric is measured in full precision
             features: Tensor = self.network(resized * 2 - 1)
         return features.flatten(1).double()
