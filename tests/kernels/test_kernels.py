@@ -36,7 +36,7 @@ def test_attention_is_its_definition(tokens):
 
 @pytest.mark.parametrize("tokens", [17, 65, 257, 600])
 def test_attention_and_its_gradient_in_half_precision_on_a_cpu(tokens):
-    """Up to 512 tokens by the two products, beyond by torch's fused attention: both as near as rounding lets them."""
+    """Up to 512 tokens by the two products, beyond by torch's fused attention; as near as rounding lets them."""
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(2, tokens, 3 * 64, generator=generator).bfloat16()
     grad = torch.randn(2, tokens, 64, generator=generator).bfloat16()
