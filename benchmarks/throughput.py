@@ -2,6 +2,7 @@
 
     python -m benchmarks.throughput cifar10-uvit-s --reference PATH/TO/ScaleLong --batch 128 --batch 64
     python -m benchmarks.throughput cifar10-unet
+    python -m benchmarks.throughput cifar10-uvit-xs --only eager --precisions bf16,fp32 --batch 32    # on a CPU
 
 A step is all of it: images from the store, noise, forward, backward, guard, AdamW, two averages. References do
 forward, backward, AdamW and one average on a batch that is already there.
@@ -45,6 +46,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Steps per turn.")] = 20,
     only: Annotated[str, typer.Option(help="Which of ours: captured, compiled, eager; by commas.")] = "",
     scalings: Annotated[str, typer.Option(help="Which scalings, by commas.")] = "none,cs:0.7,ls",
+    precisions: Annotated[str, typer.Option(help="Which of bf16, fp32, by commas; by default the recipe's.")] = "",
     out: Annotated[Path, typer.Option(help="Where the result file goes.")] = RESULTS,
 ) -> None:
     """Time training steps side by side, print a table and write a dated result file."""
@@ -54,7 +56,9 @@ def main(
         store = random_store(Path(folder) / "store", config)
         contenders: list[Contender] = []
         for size in batch or [config.train.batch_size]:
-            contenders += ours(config, store, size, executions, scalings.split(","))
+            for precision in precisions.split(",") if precisions else [config.train.precision]:
+                changed = with_overrides(config, [f"train.precision={precision}"])
+                contenders += ours(changed, store, size, executions, scalings.split(","))
             if reference is not None:
                 contenders += authors(reference, config, size)
             if preset.endswith("unet"):
@@ -90,9 +94,9 @@ def ours(
                 [f"model.scaling={scaling}", f"train.batch_size={batch}", f"train.execution={execution}"],
             )
             fitted = experiment.fitted_to(changed, store)
-            yield Contender(
-                f"scalelong, {execution}", scaling, batch, flops(fitted), partial(step_of, fitted, store)
-            )
+            precision = "" if fitted.train.precision == "auto" else f", {fitted.train.precision}"
+            step = partial(step_of, fitted, store)
+            yield Contender(f"scalelong, {execution}{precision}", scaling, batch, flops(fitted), step)
 
 
 def step_of(config: RunConfig, store: Store) -> Callable[[], None]:
@@ -119,7 +123,7 @@ def stepper_for(config: RunConfig, store: Store) -> Stepper:
 
 
 def authors(checkout: Path, config: RunConfig, batch: int) -> Iterator[Contender]:
-    """The published U-ViT with its own scalings, fp16 autocast, eager, as its recipe has it."""
+    """The published U-ViT with its own scalings, in half precision by autocast, eager, as its recipe has it."""
     c = experiment.build_model(config, "meta").config
     for scaling, mode in (("none", 0), ("cs:0.7", 2), ("ls", 3)):
 
@@ -135,15 +139,15 @@ def authors(checkout: Path, config: RunConfig, batch: int) -> Iterator[Contender
             )  # fmt: skip
 
         step = partial(_plain_step, build, config, batch, lambda model, x, t: model(x, t))
-        yield Contender("authors' code, fp16 eager", scaling, batch, flops(config), step)
+        yield Contender(f"authors' code, {_half()} eager", scaling, batch, flops(config), step)
 
 
 def plain(config: RunConfig, store: Store, batch: int) -> Contender:
-    """diffusers' own model as it comes: fp16 autocast, eager."""
+    """diffusers' own model as it comes: half precision by autocast, eager."""
     fitted = experiment.fitted_to(config, store)
     build = partial(experiment.build_model, fitted)
     step = partial(_plain_step, build, fitted, batch, lambda model, x, t: model(x, t).sample)
-    return Contender("diffusers, fp16 eager", "none", batch, flops(fitted), step)
+    return Contender(f"diffusers, {_half()} eager", "none", batch, flops(fitted), step)
 
 
 def _plain_step(build: Any, config: RunConfig, batch: int, call: Any) -> Callable[[], None]:
@@ -155,7 +159,7 @@ def _plain_step(build: Any, config: RunConfig, batch: int, call: Any) -> Callabl
     size = config.model.changes.get("sample_size", 32)
     x = torch.randn(batch, config.model.changes.get("in_channels", 3), size, size, device=device)
     noise, t = torch.randn_like(x), torch.rand(batch, device=device) * 999
-    dtype = torch.float16 if device == "cuda" else torch.bfloat16
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[_half()]
 
     def step() -> None:
         optimiser.zero_grad()
@@ -189,6 +193,11 @@ def random_store(folder: Path, config: RunConfig, images: int = 10_000) -> Store
     label = lambda i: i % len(classes) if classes else None  # noqa: E731
     items = lambda: iter(Item(str(i), image, label(i)) for i, image in enumerate(pixels))  # noqa: E731
     return prepare(Source("random images", len(pixels), classes, items), folder)
+
+
+def _half() -> str:
+    """What references compute in: a CPU has no fast fp16."""
+    return "fp16" if _on_gpu() else "bf16"
 
 
 def _on_gpu() -> bool:

@@ -63,6 +63,14 @@ def test_throughput(tmp_path):
     }  # fmt: skip
 
 
+def test_precisions_are_timed_in_one_run(tmp_path):
+    run(
+        throughput, "digits", *TINY, "--batch", "4", "--only", "eager", "--rounds", "1", "--steps", "1",
+        "--scalings", "none", "--precisions", "bf16,fp32", "--out", str(tmp_path),
+    )  # fmt: skip
+    assert [row.name for row in rows_in(tmp_path)] == ["scalelong, eager, bf16", "scalelong, eager, fp32"]
+
+
 def test_the_authors_code_takes_part(tmp_path):
     """A checkout is a folder with libs/uvit.py; this one has the same signature, and a net of one layer."""
     (tmp_path / "libs").mkdir()
