@@ -1,15 +1,16 @@
 """Our attention kernels launched in other ways, and torch's, side by side: `python -m benchmarks.kernels`.
 
 Each is first compared with softmax(q kᵀ/√d) v in float32; one that is wrong, or does not fit the GPU, is left out
-and named. The best goes into `FORWARD` and `BACKWARD` of scalelong/kernels/attention.py.
+and named. The best goes into `FORWARD`, `BACKWARD_QUERIES` and `BACKWARD_KEYS` of scalelong/kernels/attention.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
 from itertools import product
@@ -76,32 +77,33 @@ def main(
 
 @dataclass(frozen=True)
 class Contender:
-    """Attention over packed [B, N, 3·D], and how our kernels are launched for it."""
+    """Attention over packed [B, N, 3·D], and how our kernels are launched for it, where it is not as usual."""
 
     name: str
     attend: Attend
-    forward: dict[str, int]
-    backward: dict[str, int]
+    launch: Mapping[str, dict[str, int]] = field(default_factory=dict)
 
     def launched(self) -> Any:
         """For as long as the block lasts."""
-        return mock.patch.multiple(ours, FORWARD=self.forward, BACKWARD=self.backward)
+        return mock.patch.multiple(ours, **self.launch) if self.launch else contextlib.nullcontext()
 
 
 def contenders(heads: int, *, on_gpu: bool) -> Iterator[Contender]:
-    """torch's, and where it can run our kernel in every way of launching it."""
+    """torch's, and where it can run our kernels as they are launched and in other ways, one changed at a time."""
     for name, backend in BACKENDS.items():
-        attend = partial(_by_torch, heads, backend=backend)
-        yield Contender(f"torch, {name}", attend, ours.FORWARD, ours.BACKWARD)
+        yield Contender(f"torch, {name}", partial(_by_torch, heads, backend=backend))
     if not on_gpu:
         return
     attend = partial(ours.attention, num_heads=heads)
+    yield Contender("ours", attend)
     for queries, stages, warps in product((32, 64, 128), (1, 2, 3), (4, 8)):
         launch = {"BQ": queries, "STAGES": stages, "num_warps": warps}
-        yield Contender(f"ours, forward {queries}/{stages}/{warps}", attend, launch, ours.BACKWARD)
-    for queries, stages, warps in product((16, 32, 64), (1, 2, 3), (4, 8, 16)):
-        launch = {"BQ": queries, "STAGES": stages, "num_warps": warps}
-        yield Contender(f"ours, backward {queries}/{stages}/{warps}", attend, ours.FORWARD, launch)
+        yield Contender(f"ours, forward {queries}/{stages}/{warps}", attend, {"FORWARD": launch})
+    for queries, keys, stages, warps in product((32, 64, 128), (32, 64, 128), (1, 2, 3), (4, 8)):
+        launch = {"BQ": queries, "BK": keys, "STAGES": stages, "num_warps": warps}
+        for kernel in ("BACKWARD_QUERIES", "BACKWARD_KEYS"):
+            name = f"ours, {kernel.lower().replace('_', ' ')} {queries}/{keys}/{stages}/{warps}"
+            yield Contender(name, attend, {kernel: launch})
 
 
 def race(ready: list[Contender], qkv: Tensor, grad: Tensor, rounds: int) -> list[dict[str, Any]]:

@@ -138,7 +138,7 @@ def test_attention_in_several_ways(tmp_path):
 
 
 def test_an_attention_that_is_wrong_takes_no_part(tmp_path, monkeypatch):
-    wrong = kernels.Contender("wrong", lambda qkv: 2 * qkv[..., :64], {}, {})
+    wrong = kernels.Contender("wrong", lambda qkv: 2 * qkv[..., :64])
     monkeypatch.setattr(kernels, "contenders", lambda heads, on_gpu: [wrong])
     out = run(kernels, "--batch", "1", "--tokens", "9", "--heads", "2", "--dim", "32", "--out", str(tmp_path))
     assert "wrong: left out (wrong by" in out

@@ -130,22 +130,23 @@ def shared(kernel, tensors, sizes, num_warps=4):
     assert made.asm["cubin"]
     return made.metadata.shared
 
-def attention_shared(kernel, tensors, launch):
-    sizes = {"H": 8, "D": 64, "EXTRA": 1, "MAIN": 256, "BQ": launch["BQ"], "STAGES": launch["STAGES"]}
-    return shared(kernel, tensors, sizes, launch["num_warps"])
+def launched(kernel, tensors, launch, **sizes):
+    launch = dict(launch)
+    warps = launch.pop("num_warps")
+    return shared(kernel, tensors, {**sizes, **launch}, warps)
 
-half = "*bf16"
-forward = {"qkv": half, "out": half, "lse": "*fp32", "scale_log2": "fp32"}
-backward = {"qkv": half, "out": half, "grad": half, "lse": "*fp32", "dqkv": half, "scale": "fp32"}
-backward["scale_log2"] = "fp32"
+half, wide = "*bf16", "*fp32"
+head = {"H": 8, "D": 64, "EXTRA": 1, "MAIN": 256}
+scales = {"scale": "fp32", "scale_log2": "fp32"}
+forward = {"qkv": half, "out": half, "lse": wide, "scale_log2": "fp32"}
+queries = {"qkv": half, "out": half, "grad": half, "lse": wide, "delta": wide, "dqkv": half, **scales}
+keys = {"qkv": half, "grad": half, "lse": wide, "delta": wide, "dqkv": half, **scales}
+gelu = {"hidden": half, "bias": wide, "grad": half, "d_hidden": half, "partial": wide, "rows": "i32"}
 print(
-    attention_shared(attention_triton.attention_forward, forward, attention.FORWARD),
-    attention_shared(attention_triton.attention_backward, backward, attention.BACKWARD),
-    shared(
-        gelu_triton.bias_gelu_backward,
-        {"hidden": half, "bias": "*fp32", "grad": half, "d_hidden": half, "partial": "*fp32", "rows": "i32"},
-        {"COLUMNS": 2048, "BC": 64, "BR": 64, "REPEAT": 2},
-    ),
+    launched(attention_triton.attention_forward, forward, attention.FORWARD, **head),
+    launched(attention_triton.attention_backward_queries, queries, attention.BACKWARD_QUERIES, **head),
+    launched(attention_triton.attention_backward_keys, keys, attention.BACKWARD_KEYS, **head),
+    shared(gelu_triton.bias_gelu_backward, gelu, {"COLUMNS": 2048, "BC": 64, "BR": 64, "REPEAT": 2}),
 )
 """
 

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from scalelong.kernels.support import has_large_shared_memory, kernels_run_on
 
@@ -14,9 +15,11 @@ _MAX_EXTRA = 2
 _MAIN = (64, 128, 256)
 _HEAD_DIMS = (32, 64)
 _MAX_SQUARE = 512  # tokens
-# How the kernels are launched: queries at once, stages of loading ahead, warps (`benchmarks.kernels` tries others).
+# How the kernels are launched: queries and keys at once, stages of loading ahead, warps (`benchmarks.kernels` tries
+# others).
 FORWARD = {"BQ": 64, "STAGES": 2, "num_warps": 4}
-BACKWARD = {"BQ": 32, "STAGES": 2, "num_warps": 8}
+BACKWARD_QUERIES = {"BQ": 64, "BK": 64, "STAGES": 2, "num_warps": 4}
+BACKWARD_KEYS = {"BQ": 64, "BK": 64, "STAGES": 2, "num_warps": 4}
 
 
 def attention(qkv: Tensor, num_heads: int) -> Tensor:
@@ -32,8 +35,11 @@ def attention(qkv: Tensor, num_heads: int) -> Tensor:
 def _is_slow_fused(qkv: Tensor) -> bool:
     """On a CPU torch's fused attention in half precision takes up to ten times as long as the products themselves,
     backward most of it. Beyond some tokens the square of them would not fit the caches, nor the memory.
+
+    Tensors without storage, on which a step's memory is counted, stand for those of a GPU.
     """
-    return qkv.device.type == "cpu" and qkv.dtype == torch.bfloat16 and qkv.shape[1] <= _MAX_SQUARE
+    on_cpu = qkv.device.type == "cpu" and not isinstance(qkv, FakeTensor)
+    return on_cpu and qkv.dtype == torch.bfloat16 and qkv.shape[1] <= _MAX_SQUARE
 
 
 def _two_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -83,11 +89,16 @@ def _attend_shapes(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
 def _attend_backward(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, num_heads: int) -> Tensor:
     from scalelong.kernels import attention_triton
 
-    qkv = qkv.contiguous()
-    scale = _scale(qkv, num_heads)
-    d_qkv = torch.empty_like(qkv)
-    attention_triton.attention_backward[(qkv.shape[0] * num_heads,)](
-        qkv, out, grad.contiguous(), lse, d_qkv, scale, scale / math.log(2), **_sizes(qkv, num_heads), **BACKWARD
+    qkv, grad = qkv.contiguous(), grad.contiguous()
+    d_qkv, delta = torch.empty_like(qkv), torch.empty_like(lse)
+    heads, scale, sizes = qkv.shape[0] * num_heads, _scale(qkv, num_heads), _sizes(qkv, num_heads)
+    scales = scale, scale / math.log(2)
+    # For each head a program per block, and one for the extra tokens.
+    attention_triton.attention_backward_queries[(heads * (sizes["MAIN"] // BACKWARD_QUERIES["BQ"] + 1),)](
+        qkv, out, grad, lse, delta, d_qkv, *scales, **sizes, **BACKWARD_QUERIES
+    )
+    attention_triton.attention_backward_keys[(heads * (sizes["MAIN"] // BACKWARD_KEYS["BK"] + 1),)](
+        qkv, grad, lse, delta, d_qkv, *scales, **sizes, **BACKWARD_KEYS
     )
     return d_qkv
 
