@@ -1,17 +1,18 @@
 """Where a training step's time goes: `python -m benchmarks.profile cifar10-uvit-s --batch 128`.
 
-torch's profiler over a few steps, its kernels (on a CPU: operators) grouped by what they do. The last lines say how
-much of a step, timed without the profiler, they account for, and what the arithmetic alone would take at the
-ceiling of a matrix product measured in the same run.
+torch's profiler over a few steps, its kernels (on a CPU: operators) grouped by what they do, and on a GPU the pauses
+from one kernel to the next. The last lines say how much of a step, timed without the profiler, they account for, and
+what the arithmetic alone would take at the ceiling of a matrix product measured in the same run.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -29,6 +30,7 @@ from scalelong.config import with_overrides
 
 PROFILES = Path(__file__).parents[1] / "results" / "profile"
 OTHER = "other small kernels"
+PAUSES = "pauses between kernels"
 # The first that matches a kernel's name is its group. Compiled kernels carry the names of what they fuse.
 GROUPS = {
     "attention": r"attention|flash|fmha|attn",
@@ -69,18 +71,19 @@ def main(
         for _ in range(3):  # compiles and captures
             step()
         step_ms = statistics.median(time_steps(step, 10) for _ in range(rounds))
-        kernels = profiled(step, steps)
+        kernels, pauses_ms = profiled(step, steps)
     result = {
         "preset": preset,
         "batch": fitted.train.batch_size,
         "step_ms": round(step_ms, 4),
-        "accounted": round(sum(kernel.ms for kernel in kernels) / step_ms, 4),
+        "accounted": round((sum(kernel.ms for kernel in kernels) + pauses_ms) / step_ms, 4),
+        "pauses_ms": round(pauses_ms, 4),
         "arithmetic_ms": round(flops(fitted) * fitted.train.batch_size / matmul_ceiling() / 1e9, 4),
         "hardware": hardware(),
         "torch": torch.__version__,
         "kernels": [asdict(kernel) for kernel in kernels],
     }
-    typer.echo(table(kernels, step_ms))
+    typer.echo(table(kernels, pauses_ms, step_ms))
     typer.echo(
         f"{result['accounted']:.1%} of a step of {step_ms:.2f} ms; its arithmetic alone at the ceiling of a matrix "
         f"product: {result['arithmetic_ms']:.2f} ms"
@@ -91,8 +94,9 @@ def main(
     typer.echo(f"written: {file}")
 
 
-def profiled(step: Callable[[], None], steps: int) -> list[Kernel]:
-    """What ran on the device during a step, the longest first; on a CPU, the operators' own time."""
+def profiled(step: Callable[[], None], steps: int) -> tuple[list[Kernel], float]:
+    """What ran on the device during a step, the longest first, and the milliseconds in which nothing did; on a CPU,
+    the operators' own time."""
     on_gpu = torch.cuda.is_available()
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
         for _ in range(steps):
@@ -106,7 +110,21 @@ def profiled(step: Callable[[], None], steps: int) -> list[Kernel]:
             continue
         us = entry.self_device_time_total if on_gpu else entry.self_cpu_time_total
         kernels.append(Kernel(entry.key, group_of(entry.key), entry.count / steps, us / 1e3 / steps))
-    return sorted(kernels, key=lambda kernel: -kernel.ms)
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events() or []
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+    return sorted(kernels, key=lambda kernel: -kernel.ms), pauses(spans) / 1e3 / steps
+
+
+def pauses(spans: Iterable[tuple[float, float]]) -> float:
+    """How long none of some (start, end) lasted, between the first and the last."""
+    total, until = 0.0, math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, start - until)
+        until = end if until == math.inf else max(until, end)
+    return total
 
 
 def group_of(name: str) -> str:
@@ -115,7 +133,7 @@ def group_of(name: str) -> str:
     return next(found, OTHER)
 
 
-def table(kernels: list[Kernel], step_ms: float) -> str:
+def table(kernels: list[Kernel], pauses_ms: float, step_ms: float) -> str:
     """A line per group, with the kernel that takes most of it."""
     lines = ["| part | ms/step | share | calls | most of it |", "|---|---|---|---|---|"]
     sums = {group: sum(k.ms for k in kernels if k.group == group) for group in (*GROUPS, OTHER)}
@@ -125,6 +143,8 @@ def table(kernels: list[Kernel], step_ms: float) -> str:
             calls = sum(kernel.calls for kernel in members)
             largest = f"`{first.name[:50]}` {first.ms:.2f}"
             lines.append(f"| {group} | {ms:.2f} | {ms / step_ms:.1%} | {calls:.0f} | {largest} |")
+    if pauses_ms:
+        lines.append(f"| {PAUSES} | {pauses_ms:.2f} | {pauses_ms / step_ms:.1%} | | |")
     return "\n".join(lines)
 
 

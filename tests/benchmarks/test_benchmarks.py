@@ -126,6 +126,11 @@ def test_where_a_step_goes(tmp_path):
     assert 0.2 < found["accounted"] < 2
 
 
+def test_pauses_are_where_nothing_runs():
+    assert profile.pauses([]) == 0
+    assert profile.pauses([(0, 2), (1, 5), (3, 4), (7, 8), (8, 9), (11, 12)]) == 2 + 2
+
+
 def test_attention_in_several_ways(tmp_path):
     out = run(
         kernels, "--batch", "1", "--tokens", "65", "--heads", "2", "--dim", "32", "--rounds", "1",
