@@ -1,8 +1,9 @@
 """Where a training step's time goes: `python -m benchmarks.profile cifar10-uvit-s --batch 128`.
 
-torch's profiler over a few steps, its kernels (on a CPU: operators) grouped by what they do, and on a GPU the pauses
-from one kernel to the next. The last lines say how much of a step, timed without the profiler, they account for, and
-what the arithmetic alone would take at the ceiling of a matrix product measured in the same run.
+torch's profiler over a few steps: its kernels (on a CPU: operators) grouped by what they do, on a GPU the pauses
+between them. The last lines say how much of a step, timed without the profiler, they account for, and what the
+arithmetic alone would take at the ceiling of a matrix product measured in the same run. With `--sampling` a step is
+one evaluation of the network as samples are drawn with it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.measure import hardware, matmul_ceiling, time_steps
 from benchmarks.throughput import flops, random_store, recipe, step_of
 from scalelong import experiment
-from scalelong.config import with_overrides
+from scalelong.config import RunConfig, with_overrides
 
 PROFILES = Path(__file__).parents[1] / "results" / "profile"
 OTHER = "other small kernels"
 PAUSES = "pauses between kernels"
+_MANY = 1_000_000  # evaluations: worth compiling for
 # The first that matches a kernel's name is its group. Compiled kernels carry the names of what they fuse.
 GROUPS = {
     "attention": r"attention|flash|fmha|attn",
@@ -57,6 +59,7 @@ def main(
     preset: Annotated[str, typer.Argument(help="A recipe of scalelong train.")] = "cifar10-uvit-s",
     batch: Annotated[int | None, typer.Option(help="Images per step; the recipe's by default.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C")] = None,
+    sampling: Annotated[bool, typer.Option("--sampling", help="An evaluation in sampling, not a step.")] = False,
     steps: Annotated[int, typer.Option(help="Steps under the profiler.")] = 3,
     rounds: Annotated[int, typer.Option(help="Turns of ten steps without it.")] = 5,
     out: Annotated[Path, typer.Option(help="Where the result file goes.")] = PROFILES,
@@ -67,31 +70,52 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         store = random_store(Path(folder) / "store", config)
         fitted = experiment.fitted_to(config, store)
-        step = step_of(fitted, store)
+        step = evaluation_of(fitted) if sampling else step_of(fitted, store)
         for _ in range(3):  # compiles and captures
             step()
         step_ms = statistics.median(time_steps(step, 10) for _ in range(rounds))
         kernels, pauses_ms = profiled(step, steps)
+    passes = 1 if sampling else 3  # forward, and twice its work backward
     result = {
         "preset": preset,
+        "what": "evaluation" if sampling else "step",
         "batch": fitted.train.batch_size,
         "step_ms": round(step_ms, 4),
         "accounted": round((sum(kernel.ms for kernel in kernels) + pauses_ms) / step_ms, 4),
         "pauses_ms": round(pauses_ms, 4),
-        "arithmetic_ms": round(flops(fitted) * fitted.train.batch_size / matmul_ceiling() / 1e9, 4),
+        "arithmetic_ms": round(flops(fitted) / 3 * passes * fitted.train.batch_size / matmul_ceiling() / 1e9, 4),
         "hardware": hardware(),
         "torch": torch.__version__,
         "kernels": [asdict(kernel) for kernel in kernels],
     }
     typer.echo(table(kernels, pauses_ms, step_ms))
     typer.echo(
-        f"{result['accounted']:.1%} of a step of {step_ms:.2f} ms; its arithmetic alone at the ceiling of a matrix "
+        f"{result['accounted']:.1%} of {step_ms:.2f} ms; its arithmetic alone at the ceiling of a matrix "
         f"product: {result['arithmetic_ms']:.2f} ms"
     )
     out.mkdir(parents=True, exist_ok=True)
-    file = out / f"{date.today().isoformat()}-{preset}-batch-{fitted.train.batch_size}.json"
+    what = "-sampling" if sampling else ""
+    file = out / f"{date.today().isoformat()}-{preset}{what}-batch-{fitted.train.batch_size}.json"
     file.write_text(json.dumps(result, indent=1) + "\n")
     typer.echo(f"written: {file}")
+
+
+def evaluation_of(config: RunConfig) -> Callable[[], None]:
+    """One call of the network as samples are drawn with it, on a batch of noise."""
+    model = experiment.build_model(config, experiment.default_device()).eval()
+    network = experiment.for_sampling(model, _MANY)
+    device = next(model.parameters()).device
+    changes = config.model.changes
+    size = changes["sample_size"]
+    x = torch.randn(config.train.batch_size, changes["in_channels"], size, size, device=device)
+    labels = torch.zeros(len(x), dtype=torch.int64, device=device)
+    given = {"class_labels": labels} if config.data.condition == "class" else {}
+
+    @torch.no_grad()
+    def evaluate() -> None:
+        network(x, torch.full((), 500, device=device), **given)
+
+    return evaluate
 
 
 def profiled(step: Callable[[], None], steps: int) -> tuple[list[Kernel], float]:

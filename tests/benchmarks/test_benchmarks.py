@@ -124,6 +124,13 @@ def test_where_a_step_goes(tmp_path):
     assert found["accounted"] == pytest.approx(in_kernels / found["step_ms"], abs=1e-3)
     # An operator's time is its own alone: counted with what it calls, it would be there several times.
     assert 0.2 < found["accounted"] < 2
+    out = run(profile, "digits", "--sampling", *TINY, "--batch", "4", "--steps", "1", "--out", str(tmp_path))
+    whole, forward = (
+        json.loads((tmp_path / f"{date.today()}-digits{what}-batch-4.json").read_text())
+        for what in ("", "-sampling")
+    )
+    assert not any("backward" in kernel["name"].lower() for kernel in forward["kernels"])
+    assert any("backward" in kernel["name"].lower() for kernel in whole["kernels"])
 
 
 def test_pauses_are_where_nothing_runs():
