@@ -100,15 +100,15 @@ def ours(
 
 
 def step_of(config: RunConfig, store: Store) -> Callable[[], None]:
-    """A fresh run's step, and the host's look at every tenth; what signals cost is benchmarks.signals' matter."""
+    """A fresh run's step, and the host's glance at every tenth; what signals cost is benchmarks.signals' matter."""
     stepper = stepper_for(config, store)
     number = count()
 
     def step() -> None:
         n = next(number)
         stepper.update(n)
-        if n % 10 == 0:  # where the training loop looks, too
-            stepper.check()
+        if n % 10 == 0:  # where the training loop does, too
+            stepper.glance()
 
     return step
 

@@ -105,6 +105,21 @@ def test_a_resumed_captured_run_goes_on_as_it_would_have(store, tmp_path):  # no
     assert same(tmp_path / "straight", tmp_path / "halting")
 
 
+def test_a_bad_step_between_two_looks_loses_nothing(store, tmp_path, monkeypatch):  # noqa: F811
+    rare = ["train.log_every=1000", "train.monitor_every=1000", "train.checkpoint_every=1000"]
+    experiment.train(config("train.steps=12", *rare), store, tmp_path / "good", device="cuda")
+    plain, reached = Stepper._loss, []
+    # After the division by 0 the gradients are NaN, and what is captured finds that out by itself.
+    monkeypatch.setattr(Stepper, "_loss", lambda self, *a: plain(self, *a) / (self.step != 12))
+    with pytest.raises(NonFiniteError, match="step 12"):
+        experiment.train(
+            config("train.steps=90", *rare), store, tmp_path / "bad", device="cuda",
+            show=lambda progress: reached.append(progress.step),
+        )  # fmt: skip
+    assert max(reached) < 30  # sent at 20, arrived by 30
+    assert same(tmp_path / "good", tmp_path / "bad")
+
+
 def test_a_run_after_one_that_diverged(store, tmp_path, monkeypatch):  # noqa: F811
     plain = Stepper._loss
     monkeypatch.setattr(Stepper, "_loss", lambda self, *a: plain(self, *a) / (self.step != 7))

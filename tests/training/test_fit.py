@@ -21,8 +21,9 @@ from scalelong.data.sources import digits
 from scalelong.presets import run_preset
 from scalelong.training import checkpoint
 from scalelong.training import step as step_module
+from scalelong.training.fit import Fit
 from scalelong.training.guard import NonFiniteError
-from scalelong.training.log import read_metrics
+from scalelong.training.log import NoLog, read_metrics
 from scalelong.training.signals import oscillation_index
 from scalelong.training.step import Stepper, parameter_groups, warmup
 
@@ -189,6 +190,45 @@ def test_a_nan_whose_module_cannot_be_found_for_want_of_memory_is_told_and_loses
     monkeypatch.setattr(step_module, "find_culprit", no_room)
     with pytest.raises(NonFiniteError, match="step 7: the loss is not finite.*could not be run again.*31 GiB"):
         experiment.train(config("train.steps=20"), store, bad, device="cpu")
+    assert same(good, bad)
+
+
+def test_a_glance_tells_what_the_last_one_saw(store, monkeypatch):
+    plain = Stepper._loss
+    monkeypatch.setattr(Stepper, "_loss", lambda self, *a: plain(self, *a) / (self.step != 3))
+    step = stepper(store, "train.steps=1")
+    found = []
+    for i in range(7):
+        step.update(i)
+        if i == 3:
+            before = [p.detach().clone() for p in step.model.parameters()]
+        if i % 2 == 0:
+            try:
+                step.glance()
+            except NonFiniteError as error:
+                found.append((i, error.step))
+    assert found == [(6, 3)]  # at 4 it was sent, at 6 it had arrived
+    assert all(torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True))
+
+
+def test_a_run_that_is_stopped_right_after_a_bad_step_does_not_count_it(store, tmp_path, monkeypatch):
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    experiment.train(config("train.steps=18"), store, good, device="cpu")
+    plain = Stepper._loss
+    monkeypatch.setattr(Stepper, "_loss", lambda self, *a: plain(self, *a) / (self.step != 18))
+    rarely = ["train.log_every=100", "train.monitor_every=100", "train.checkpoint_every=100"]
+    run = experiment.fitted_to(config("train.steps=40", *rarely), store)
+    step = Stepper(
+        experiment.build_model(run), experiment.process_of(run), Loader(store, seed=run.train.seed), run.train
+    )
+    fit = Fit(run, step, bad)
+    fit._on_cpu = False  # glances, as on a GPU
+
+    def interrupt(progress):
+        fit.interruption.asked = progress.step == 20
+
+    with pytest.raises(NonFiniteError, match="step 18"):
+        fit.run(NoLog(), show=interrupt)
     assert same(good, bad)
 
 

@@ -22,6 +22,7 @@ from scalelong.training.signals import Oscillation, Signals
 from scalelong.training.step import Stepper
 
 CHECKPOINTS = "checkpoints"
+_GLANCE_EVERY = 10  # steps
 _ONE_PRESS_S = 0.5  # signals this near to each other are one request: a terminal and a launcher may both send it
 
 
@@ -55,8 +56,8 @@ class Fit:
         self.emas = stepper.emas
         self.oscillation = Oscillation()
         self.recent: list[Tensor] = []  # losses since the last log line
-        # Looking makes the host wait for a GPU; a CPU has nothing to wait for.
-        self._look_every = 1 if stepper.loader.device.type == "cpu" else 10
+        # To look makes the host wait for a GPU, and then the GPU for the host; a CPU has nothing to wait for.
+        self._on_cpu = stepper.loader.device.type == "cpu"
         self.step = 0
         self.interruption = _Interruption(speaks=self.world.is_first)
 
@@ -112,9 +113,12 @@ class Fit:
                 signals = self._update()
                 happens = [event for event in events if self._due(event.interval)]
                 log_now, save_now = self._due(self.config.log_every), self._due(self.config.checkpoint_every)
-                looked = log_now or save_now or happens or signals or self.step % self._look_every == 0
+                looked = self._on_cpu or log_now or save_now or happens or signals
+                glanced = self.step % _GLANCE_EVERY == 0
                 if looked:
-                    self._check()
+                    self._check(self.stepper.check)
+                elif glanced:
+                    self._check(self.stepper.glance)
                 if log_now:
                     self._log(log, signals, (time.perf_counter() - started) / (self.step - since))
                     since, started = self.step, time.perf_counter()
@@ -123,8 +127,11 @@ class Fit:
                     self.oscillation.update(signals)
                 show(Progress(self.step, self.config.steps, self.stepper.loss.item() if looked else None))
                 paused = time.perf_counter()
-                # All stop at the same step, so they ask each other, but only at steps where all look.
-                stopping = bool(looked) and self.world.any(interruption.asked, self.stepper.loader.device)
+                # All stop at the same step, so they ask each other, but only at steps where all look or glance.
+                asks = bool(looked) or glanced
+                stopping = asks and self.world.any(interruption.asked, self.stepper.loader.device)
+                if stopping and not looked:  # a bad step since the last glance is not saved as one that was done
+                    self._check(self.stepper.check)
                 if save_now or stopping:
                     self.save()
                 done = self.step == self.config.steps
@@ -171,10 +178,10 @@ class Fit:
         self.recent.append(self.stepper.loss.clone())
         return self.stepper.signals() if observed else {}
 
-    def _check(self) -> None:
-        """Look whether all steps since the last look were finite. If not, save what was good, and raise."""
+    def _check(self, look: Callable[[], None]) -> None:
+        """Look whether all steps so far were finite. If not, save what was good, and raise."""
         try:
-            self.stepper.check()
+            look()
         except NonFiniteError as error:
             self._go_back_to(error.step)
             raise

@@ -85,6 +85,7 @@ class Stepper:
         self.norm = torch.zeros((), device=device)
         self.bad_step = torch.full((), _NEVER, dtype=torch.int64, device=device)
         self.bad_loss = torch.zeros((), dtype=torch.bool, device=device)
+        self.glanced = Glance(self.bad_step)
 
     def update(self, step: int, *, observed: bool = False) -> None:
         """Update number `step`; `loss` and `norm` then hold its loss and gradient norm.
@@ -131,6 +132,12 @@ class Stepper:
         if culprit == NOT_AGAIN and ranks:  # another process had the images that did it
             culprit = f"it came from process {ranks[0]}, which names the module"
         raise NonFiniteError(step, what, culprit)
+
+    def glance(self) -> None:
+        """`check`, for what was so at the last glance: to ask how it is now would let a GPU run out of work."""
+        if self.glanced.last() != _NEVER:
+            self.check()
+        self.glanced.begin()
 
     def signals(self) -> Signals:
         """What the last observed update showed."""
@@ -264,6 +271,29 @@ class Stepper:
             return contextlib.nullcontext()
         # A cache of cast weights would outlive the graph that it was captured in.
         return torch.autocast(self.loader.device.type, _DTYPES[self.config.precision], cache_enabled=False)
+
+
+class Glance:
+    """A number on the device, sent to the host without waiting for it."""
+
+    def __init__(self, number: Tensor) -> None:
+        self.number = number
+        self.arrived = number.to("cpu", copy=True)
+        self.event: torch.cuda.Event | None = None
+        if number.is_cuda:
+            self.arrived, self.event = self.arrived.pin_memory(), torch.cuda.Event()
+
+    def begin(self) -> None:
+        """Send it as it will be when the device has come so far."""
+        self.arrived.copy_(self.number, non_blocking=True)
+        if self.event is not None:
+            self.event.record()
+
+    def last(self) -> float:
+        """What was sent last; at first what it was in the beginning."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.arrived.item()
 
 
 def warmup(step: Tensor, warmup_steps: int) -> Tensor:
