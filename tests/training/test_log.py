@@ -2,11 +2,13 @@
 
 import json
 import math
+import shutil
+import subprocess
 
 import pytest
 
 from scalelong.report.monitor import write_monitor_report
-from scalelong.training.log import RunLog, read_metrics
+from scalelong.training.log import RunLog, commit_of, read_metrics
 
 ROW = {
     "loss": math.nan,
@@ -68,3 +70,25 @@ def test_a_report_is_drawn_of_a_log_with_them(tmp_path, bad):
     write_monitor_report(tmp_path, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert f"loss at {bad:.3g} times" in page
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_commit_is_that_of_the_code_and_says_when_it_was_changed(tmp_path):
+    def git(*arguments):
+        name = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+        run = subprocess.run(["git", "-C", tmp_path, *name, *arguments], capture_output=True, text=True, check=True)
+        return run.stdout.strip()
+
+    code, installed = tmp_path / "code.py", tmp_path / ".venv" / "code.py"
+    installed.parent.mkdir()
+    for file in (code, installed):
+        file.write_text("a = 1\n")
+    assert commit_of(code) is None
+    git("init")
+    git("add", "code.py")
+    git("commit", "-m", "first")
+    git("tag", "-a", "v1", "-m", "a name is not a commit")
+    assert commit_of(code) == git("rev-parse", "HEAD")
+    assert commit_of(installed) is None  # in the repository's folder, and no part of it
+    code.write_text("a = 2\n")
+    assert commit_of(code) == git("rev-parse", "HEAD") + "-dirty"

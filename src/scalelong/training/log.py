@@ -129,25 +129,31 @@ def environment() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "scalelong": __version__,
-        "commit": _commit(),
+        "commit": commit_of(Path(__file__)),
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,
         "machine": platform.machine(),
         "processor_threads": torch.get_num_threads(),
         "gpu": gpu,
-        "command": sys.argv,
+        "command": [_program(Path(sys.argv[0])), *sys.argv[1:]],
     }
 
 
-def _commit() -> str | None:
+def _program(path: Path) -> str:
+    """What was called, wherever it lies: `python -m scalelong` calls scalelong/__main__.py."""
+    return path.parent.name if path.name == "__main__.py" else path.name
+
+
+def commit_of(file: Path) -> str | None:
+    """The commit of the checkout that a file belongs to, "-dirty" where the code was changed since; else None."""
     try:
-        run = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        _git(file, "ls-files", "--error-unmatch", file.name)  # an installed copy lies in somebody else's repository
+        return _git(file, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return run.stdout.strip()
+
+
+def _git(file: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(file.parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
