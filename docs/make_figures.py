@@ -1,5 +1,9 @@
-"""Draws docs/figures/skips.png: where the coefficients act, and how large they are. Run by `make figures`."""
+"""Draws the pictures of the pages: where the coefficients act and how large they are (docs/figures/skips.png), and
+the runs on CIFAR-10 (results/cifar10/…/curves.png). Run by `make figures`.
+"""
 
+import tarfile
+import tempfile
 from pathlib import Path
 
 import matplotlib
@@ -9,9 +13,11 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from scalelong import parse_scaling
+from scalelong.report.runs import read_run
 from scalelong.skips.spec import ConstantScaling
 
 FIGURES = Path(__file__).parent / "figures"
+CIFAR10 = Path(__file__).parents[1] / "results" / "cifar10"
 BLUE, ORANGE, GREY = "#2b6cb0", "#dd6b20", "#718096"
 
 
@@ -24,6 +30,30 @@ def main() -> None:
     figure.tight_layout()
     FIGURES.mkdir(exist_ok=True)
     figure.savefig(FIGURES / "skips.png", dpi=130)
+    for archive in sorted(CIFAR10.glob("*/runs.tar.xz")):
+        draw_runs(archive).savefig(archive.with_name("curves.png"), dpi=110)
+
+
+def draw_runs(archive: Path) -> plt.Figure:
+    """Held-out loss and FID by step, and the samples, of the runs in an archive."""
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+        runs = {path.name: read_run(path) for path in sorted(Path(folder).iterdir())}
+    order = sorted(runs, key=lambda name: (runs[name].scaling != "none", name))
+    figure = plt.figure(figsize=(11, 6), layout="constrained")
+    above, below = figure.subfigures(2, 1)
+    loss, fid = above.subplots(1, 2)
+    for name in order:
+        loss.plot(*runs[name].series("held out", "loss"), "o-", ms=3, label=runs[name].scaling)
+        fid.plot(*runs[name].series("quality", "fid"), "o-", ms=4, label=runs[name].scaling)
+    loss.set(xlabel="step", ylabel="loss on held-out images")
+    fid.set(xlabel="step", ylabel="FID of 10,000 samples", ylim=(0, None))
+    loss.legend(frameon=False)
+    for name, axes in zip(order, below.subplots(1, len(order), squeeze=False)[0], strict=True):
+        axes.imshow(plt.imread(archive.with_name(f"{name}.png")), interpolation="nearest")
+        axes.set_title(f"{runs[name].scaling}, the same noise", fontsize=9)
+        axes.axis("off")
+    return figure
 
 
 def draw_net(axes: plt.Axes, scaling: ConstantScaling, num_skips: int) -> None:
