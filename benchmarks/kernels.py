@@ -53,7 +53,7 @@ def main(
     grad = torch.randn(batch, tokens, heads * dim, device=device, dtype=dtype)
     want = _gradient(partial(_by_torch, heads), qkv.float(), grad.float())
     ready = []
-    for contender in contenders(heads, on_gpu=device == "cuda"):
+    for contender in contenders(heads, tokens, on_gpu=device == "cuda"):
         name = contender.name
         try:
             with contender.launched():
@@ -88,7 +88,7 @@ class Contender:
         return mock.patch.multiple(ours, **self.launch) if self.launch else contextlib.nullcontext()
 
 
-def contenders(heads: int, *, on_gpu: bool) -> Iterator[Contender]:
+def contenders(heads: int, tokens: int, *, on_gpu: bool) -> Iterator[Contender]:
     """torch's, and where it can run our kernels as they are launched and in other ways, one changed at a time."""
     for name, backend in BACKENDS.items():
         yield Contender(f"torch, {name}", partial(_by_torch, heads, backend=backend))
@@ -96,10 +96,11 @@ def contenders(heads: int, *, on_gpu: bool) -> Iterator[Contender]:
         return
     attend = partial(ours.attention, num_heads=heads)
     yield Contender("ours", attend)
-    for queries, stages, warps in product((32, 64, 128), (1, 2, 3), (4, 8)):
+    blocks = [block for block in (32, 64, 128) if block <= tokens]
+    for queries, stages, warps in product(blocks, (1, 2, 3), (4, 8)):
         launch = {"BQ": queries, "STAGES": stages, "num_warps": warps}
         yield Contender(f"ours, forward {queries}/{stages}/{warps}", attend, {"FORWARD": launch})
-    for queries, keys, stages, warps in product((32, 64, 128), (32, 64, 128), (1, 2, 3), (4, 8)):
+    for queries, keys, stages, warps in product(blocks, blocks, (1, 2, 3), (4, 8)):
         launch = {"BQ": queries, "BK": keys, "STAGES": stages, "num_warps": warps}
         for kernel in ("BACKWARD_QUERIES", "BACKWARD_KEYS"):
             name = f"ours, {kernel.lower().replace('_', ' ')} {queries}/{keys}/{stages}/{warps}"

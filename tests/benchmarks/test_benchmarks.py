@@ -149,9 +149,17 @@ def test_attention_in_several_ways(tmp_path):
     assert all(row["forward_ms"] > 0 for row in rows)
 
 
+def test_blocks_are_no_larger_than_there_are_tokens():
+    launches = [
+        launch for contender in kernels.contenders(2, 65, on_gpu=True) for launch in contender.launch.values()
+    ]
+    assert {launch["BQ"] for launch in launches} == {32, 64}
+    assert {launch["BK"] for launch in launches if "BK" in launch} == {32, 64}
+
+
 def test_an_attention_that_is_wrong_takes_no_part(tmp_path, monkeypatch):
     wrong = kernels.Contender("wrong", lambda qkv: 2 * qkv[..., :64])
-    monkeypatch.setattr(kernels, "contenders", lambda heads, on_gpu: [wrong])
+    monkeypatch.setattr(kernels, "contenders", lambda heads, tokens, on_gpu: [wrong])
     out = run(kernels, "--batch", "1", "--tokens", "9", "--heads", "2", "--dim", "32", "--out", str(tmp_path))
     assert "wrong: left out (wrong by" in out
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from scalelong.kernels import attention as attention_module
 from scalelong.kernels.attention import attention, fits
 from scalelong.kernels.gelu import bias_gelu, linear_gelu
 from scalelong.kernels.support import is_plain_linear
@@ -34,11 +35,16 @@ def test_attention_is_its_definition(tokens):
     assert relative(attention(qkv, 2), by_definition(qkv, 2)) < 1e-5
 
 
-@pytest.mark.parametrize("tokens", [17, 65, 257, 600])
-def test_attention_and_its_gradient_in_half_precision_on_a_cpu(tokens):
-    """Up to 512 tokens by the two products, beyond by torch's fused attention; as near as rounding lets them."""
+@pytest.mark.parametrize("large", [1, 3], ids=["scores of 1", "scores of 9"])
+@pytest.mark.parametrize("most", [attention_module._MAX_SCORES, 0], ids=["two products", "fused"])
+@pytest.mark.parametrize("tokens", [17, 257])
+def test_attention_and_its_gradient_in_half_precision_on_a_cpu(tokens, most, large, monkeypatch):
+    """Few scores by the two products, many by torch's fused attention; as near as rounding lets them."""
+    monkeypatch.setattr(attention_module, "_MAX_SCORES", most)
     generator = torch.Generator().manual_seed(0)
-    qkv = torch.randn(2, tokens, 3 * 64, generator=generator).bfloat16()
+    qkv = torch.randn(2, tokens, 3 * 64, generator=generator)
+    qkv[..., : 2 * 64] *= large
+    qkv = qkv.bfloat16()
     grad = torch.randn(2, tokens, 64, generator=generator).bfloat16()
     found, exact = qkv.clone().requires_grad_(), qkv.double().requires_grad_()
     out, reference = attention(found, 2), by_definition(exact, 2)
@@ -136,16 +142,26 @@ def launched(kernel, tensors, launch, **sizes):
     return shared(kernel, tensors, {**sizes, **launch}, warps)
 
 half, wide = "*bf16", "*fp32"
-head = {"H": 8, "D": 64, "EXTRA": 1, "MAIN": 256}
-scales = {"scale": "fp32", "scale_log2": "fp32"}
-forward = {"qkv": half, "out": half, "lse": wide, "scale_log2": "fp32"}
-queries = {"qkv": half, "out": half, "grad": half, "lse": wide, "delta": wide, "dqkv": half, **scales}
-keys = {"qkv": half, "grad": half, "lse": wide, "delta": wide, "dqkv": half, **scales}
+both = {"qkv": half, "out": half, "grad": half, "lse": wide, "delta": wide, "dqkv": half}
+both |= {"scale": "fp32", "scale_log2": "fp32"}
+forward = ("qkv", "out", "lse", "scale_log2")
+queries = tuple(both)
+keys = tuple(name for name in both if name != "out")
+
 gelu = {"hidden": half, "bias": wide, "grad": half, "d_hidden": half, "partial": wide, "rows": "i32"}
+for half, head in (
+    ("*bf16", {"H": 8, "D": 64, "EXTRA": 1, "MAIN": 256}),
+    ("*fp16", {"H": 8, "D": 64, "EXTRA": 2, "MAIN": 256}),
+    ("*bf16", {"H": 4, "D": 32, "EXTRA": 2, "MAIN": 64}),
+):
+    made = {name: half if kind == "*bf16" else kind for name, kind in both.items()}
+    for kernel, names, launch in (
+        (attention_triton.attention_forward, forward, attention.FORWARD),
+        (attention_triton.attention_backward_queries, queries, attention.BACKWARD_QUERIES),
+        (attention_triton.attention_backward_keys, keys, attention.BACKWARD_KEYS),
+    ):
+        print(launched(kernel, {name: made[name] for name in names}, launch, **head))
 print(
-    launched(attention_triton.attention_forward, forward, attention.FORWARD, **head),
-    launched(attention_triton.attention_backward_queries, queries, attention.BACKWARD_QUERIES, **head),
-    launched(attention_triton.attention_backward_keys, keys, attention.BACKWARD_KEYS, **head),
     shared(gelu_triton.bias_gelu_backward, gelu, {"COLUMNS": 2048, "BC": 64, "BR": 64, "REPEAT": 2}),
 )
 """

@@ -222,7 +222,7 @@ def test_a_run_that_is_stopped_right_after_a_bad_step_does_not_count_it(store, t
         experiment.build_model(run), experiment.process_of(run), Loader(store, seed=run.train.seed), run.train
     )
     fit = Fit(run, step, bad)
-    fit._on_cpu = False  # glances, as on a GPU
+    fit._look_every = None  # glances, as on a GPU
 
     def interrupt(progress):
         fit.interruption.asked = progress.step == 20

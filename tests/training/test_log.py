@@ -79,16 +79,20 @@ def test_the_commit_is_that_of_the_code_and_says_when_it_was_changed(tmp_path):
         run = subprocess.run(["git", "-C", tmp_path, *name, *arguments], capture_output=True, text=True, check=True)
         return run.stdout.strip()
 
-    code, installed = tmp_path / "code.py", tmp_path / ".venv" / "code.py"
-    installed.parent.mkdir()
-    for file in (code, installed):
-        file.write_text("a = 1\n")
-    assert commit_of(code) is None
+    package, installed = tmp_path / "src", tmp_path / ".venv"
+    for folder in (package, installed):
+        folder.mkdir()
+        (folder / "__init__.py").write_text("a = 1\n")
+    assert commit_of(package) is None
     git("init")
-    git("add", "code.py")
+    git("add", "src")
     git("commit", "-m", "first")
-    git("tag", "-a", "v1", "-m", "a name is not a commit")
-    assert commit_of(code) == git("rev-parse", "HEAD")
+    assert commit_of(package) == git("rev-parse", "HEAD")
     assert commit_of(installed) is None  # in the repository's folder, and no part of it
-    code.write_text("a = 2\n")
-    assert commit_of(code) == git("rev-parse", "HEAD") + "-dirty"
+    (tmp_path / "notes").write_text("no code")
+    assert commit_of(package) == git("rev-parse", "HEAD")
+    (package / "new.py").write_text("b = 2\n")
+    assert commit_of(package) == git("rev-parse", "HEAD") + "-dirty"
+    (package / "new.py").unlink()
+    (package / "__init__.py").write_text("a = 2\n")
+    assert commit_of(package) == git("rev-parse", "HEAD") + "-dirty"

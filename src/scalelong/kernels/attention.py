@@ -14,7 +14,7 @@ from scalelong.kernels.support import has_large_shared_memory, kernels_run_on
 _MAX_EXTRA = 2
 _MAIN = (64, 128, 256)
 _HEAD_DIMS = (32, 64)
-_MAX_SQUARE = 512  # tokens
+_MAX_SCORES = 2**25  # numbers: 128 MiB that stay for the way back
 # How the kernels are launched: queries and keys at once, stages of loading ahead, warps (`benchmarks.kernels` tries
 # others).
 FORWARD = {"BQ": 64, "STAGES": 2, "num_warps": 4}
@@ -28,23 +28,24 @@ def attention(qkv: Tensor, num_heads: int) -> Tensor:
         out, _ = _attend(qkv, num_heads)
         return out
     q, k, v = qkv.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, H, N, d]
-    attended = _two_products(q, k, v) if _is_slow_fused(qkv) else F.scaled_dot_product_attention(q, k, v)
+    attended = _two_products(q, k, v) if _is_slow_fused(q) else F.scaled_dot_product_attention(q, k, v)
     return attended.transpose(1, 2).flatten(2)
 
 
-def _is_slow_fused(qkv: Tensor) -> bool:
+def _is_slow_fused(q: Tensor) -> bool:
     """On a CPU torch's fused attention in half precision takes up to ten times as long as the products themselves,
-    backward most of it. Beyond some tokens the square of them would not fit the caches, nor the memory.
+    backward most of it. Beyond some scores these would fit neither caches nor memory.
 
     Tensors without storage, on which a step's memory is counted, stand for those of a GPU.
     """
-    on_cpu = qkv.device.type == "cpu" and not isinstance(qkv, FakeTensor)
-    return on_cpu and qkv.dtype == torch.bfloat16 and qkv.shape[1] <= _MAX_SQUARE
+    on_cpu = q.device.type == "cpu" and not isinstance(q, FakeTensor)
+    return on_cpu and q.dtype == torch.bfloat16 and q.shape[:3].numel() * q.shape[2] <= _MAX_SCORES
 
 
 def _two_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q kᵀ / √d) v, [B, H, N, d] each."""
-    return (q * q.shape[-1] ** -0.5 @ k.transpose(2, 3)).softmax(3) @ v
+    """softmax(q kᵀ / √d) v, [B, H, N, d] each. Scores are float32: rounded, large ones would be off by much."""
+    scores = (q.float() * q.shape[-1] ** -0.5) @ k.float().transpose(2, 3)
+    return scores.softmax(3).to(v.dtype) @ v
 
 
 def fits(qkv: Tensor, num_heads: int) -> bool:
@@ -67,6 +68,7 @@ def _attend(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     from scalelong.kernels import attention_triton
 
     qkv = qkv.contiguous()
+    _check_blocks(_sizes(qkv, num_heads)["MAIN"], FORWARD["BQ"])
     out, lse = _attend_shapes(qkv, num_heads)
     attention_triton.attention_forward[(qkv.shape[0] * num_heads,)](
         qkv, out, lse, _scale(qkv, num_heads) / math.log(2), **_sizes(qkv, num_heads), **FORWARD
@@ -93,6 +95,9 @@ def _attend_backward(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor, num_he
     d_qkv, delta = torch.empty_like(qkv), torch.empty_like(lse)
     heads, scale, sizes = qkv.shape[0] * num_heads, _scale(qkv, num_heads), _sizes(qkv, num_heads)
     scales = scale, scale / math.log(2)
+    _check_blocks(
+        sizes["MAIN"], *(launch[block] for launch in (BACKWARD_QUERIES, BACKWARD_KEYS) for block in ("BQ", "BK"))
+    )
     # For each head a program per block, and one for the extra tokens.
     attention_triton.attention_backward_queries[(heads * (sizes["MAIN"] // BACKWARD_QUERIES["BQ"] + 1),)](
         qkv, out, grad, lse, delta, d_qkv, *scales, **sizes, **BACKWARD_QUERIES
@@ -129,3 +134,8 @@ def _sizes(qkv: Tensor, num_heads: int) -> dict[str, int]:
     main = _main(qkv.shape[1])
     assert main is not None
     return {"H": num_heads, "D": qkv.shape[2] // 3 // num_heads, "EXTRA": qkv.shape[1] - main, "MAIN": main}
+
+
+def _check_blocks(tokens: int, *blocks: int) -> None:
+    """The kernels have no masks: what is left of a block would be read and written beside the tensors."""
+    assert all(tokens % block == 0 for block in blocks), f"{tokens} tokens are no number of blocks of {blocks}"

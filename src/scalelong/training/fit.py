@@ -56,8 +56,10 @@ class Fit:
         self.emas = stepper.emas
         self.oscillation = Oscillation()
         self.recent: list[Tensor] = []  # losses since the last log line
-        # To look makes the host wait for a GPU, and then the GPU for the host; a CPU has nothing to wait for.
-        self._on_cpu = stepper.loader.device.type == "cpu"
+        # To look makes the host wait for a GPU, and then the GPU for the host: only where something is due. A CPU has
+        # nothing to wait for; several processes wait in any case, when they ask whether one was told to stop.
+        on_cpu = stepper.loader.device.type == "cpu"
+        self._look_every = 1 if on_cpu else _GLANCE_EVERY if self.world.size > 1 else None
         self.step = 0
         self.interruption = _Interruption(speaks=self.world.is_first)
 
@@ -113,7 +115,8 @@ class Fit:
                 signals = self._update()
                 happens = [event for event in events if self._due(event.interval)]
                 log_now, save_now = self._due(self.config.log_every), self._due(self.config.checkpoint_every)
-                looked = self._on_cpu or log_now or save_now or happens or signals
+                due = bool(log_now or save_now or happens or signals)
+                looked = due or (self._look_every is not None and self.step % self._look_every == 0)
                 glanced = self.step % _GLANCE_EVERY == 0
                 if looked:
                     self._check(self.stepper.check)
@@ -128,8 +131,7 @@ class Fit:
                 show(Progress(self.step, self.config.steps, self.stepper.loss.item() if looked else None))
                 paused = time.perf_counter()
                 # All stop at the same step, so they ask each other, but only at steps where all look or glance.
-                asks = bool(looked) or glanced
-                stopping = asks and self.world.any(interruption.asked, self.stepper.loader.device)
+                stopping = (looked or glanced) and self.world.any(interruption.asked, self.stepper.loader.device)
                 if stopping and not looked:  # a bad step since the last glance is not saved as one that was done
                     self._check(self.stepper.check)
                 if save_now or stopping:

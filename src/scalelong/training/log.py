@@ -124,36 +124,42 @@ def environment() -> dict[str, Any]:
     import diffusers
     import torch
 
+    import scalelong
     from scalelong.version import __version__
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "scalelong": __version__,
-        "commit": commit_of(Path(__file__)),
+        "commit": commit_of(Path(scalelong.__file__).parent),
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,
         "machine": platform.machine(),
         "processor_threads": torch.get_num_threads(),
         "gpu": gpu,
-        "command": [_program(Path(sys.argv[0])), *sys.argv[1:]],
+        "command": [_program(sys.argv[0]), *sys.argv[1:]],
     }
 
 
-def _program(path: Path) -> str:
-    """What was called, wherever it lies: `python -m scalelong` calls scalelong/__main__.py."""
-    return path.parent.name if path.name == "__main__.py" else path.name
+def _program(name: str) -> str:
+    """What was called: `scalelong`, wherever that lies, or a script as it was given."""
+    path = Path(name)
+    if path.name == "__main__.py":
+        return path.parent.name
+    return path.name if path.name == "scalelong" else name
 
 
-def commit_of(file: Path) -> str | None:
-    """The commit of the checkout that a file belongs to, "-dirty" where the code was changed since; else None."""
+def commit_of(package: Path) -> str | None:
+    """The commit of the checkout that holds a package, "-dirty" where the package is not as it was then; else None."""
     try:
-        _git(file, "ls-files", "--error-unmatch", file.name)  # an installed copy lies in somebody else's repository
-        return _git(file, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        # An installed copy may lie in somebody else's repository.
+        _git(package, "ls-files", "--error-unmatch", "__init__.py")
+        changed = _git(package, "status", "--porcelain", "--", ".")
+        return _git(package, "rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
-def _git(file: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(file.parent), *arguments]
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
