@@ -56,8 +56,8 @@ class Fit:
         self.emas = stepper.emas
         self.oscillation = Oscillation()
         self.recent: list[Tensor] = []  # losses since the last log line
-        # To look makes the host wait for a GPU, and then the GPU for the host: only where something is due. A CPU has
-        # nothing to wait for; several processes wait in any case, when they ask whether one was told to stop.
+        # To look makes the host wait for a GPU, and then the GPU for the host: only where something is due. A CPU
+        # has nothing to wait for; several processes wait in any case, when they ask whether one was told to stop.
         on_cpu = stepper.loader.device.type == "cpu"
         self._look_every = 1 if on_cpu else _GLANCE_EVERY if self.world.size > 1 else None
         self.step = 0

@@ -150,7 +150,7 @@ def _program(name: str) -> str:
 
 
 def commit_of(package: Path) -> str | None:
-    """The commit of the checkout that holds a package, "-dirty" where the package is not as it was then; else None."""
+    """The commit of the checkout that holds a package, "-dirty" where it is not as it was then; else None."""
     try:
         # An installed copy may lie in somebody else's repository.
         _git(package, "ls-files", "--error-unmatch", "__init__.py")
