@@ -4,6 +4,8 @@ BIN    := $(VENV)/bin
 PYTHON ?= python3
 # uv does not read pip's own setting for a folder of wheels: hand it over.
 LINKS  := $(foreach link,$(PIP_FIND_LINKS),--find-links $(link))
+# Some machines forbid Python to keep what it compiles: each test process would compile diffusers and torch anew.
+export PYTHONDONTWRITEBYTECODE :=
 # One torch thread per test process: two processes on two cores do not fight over them.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto
 

@@ -93,11 +93,17 @@ def train(
     """
     check_logger(logger)
     device = local_device(usable_device(device))
-    gc.collect()  # of a run before that ended in an error
+    _free(device)  # what a run before that ended in an error still holds
     with joined(device) as world:
         done = _train(config, store, out, world, device, show, judges, logger)
-    gc.collect()  # the step and its loader hold each other, and with them the data on the device
+    _free(device)
     return done
+
+
+def _free(device: str) -> None:
+    """A step and its loader hold each other, and with them the data: a GPU cannot wait until Python finds that."""
+    if device != "cpu":
+        gc.collect()
 
 
 def _train(

@@ -204,10 +204,36 @@ def test_peft_models_are_refused_but_a_scaled_one_takes_lora():
         plain = case.call(model, torch.float64)
         adapted = peft.get_peft_model(model, random_start)
         assert scalelong.scaling_of(adapted).model is model
+        assert scalelong.scaling_of(nn.DataParallel(adapted)).model is model  # one wrapper in another
         want = case.call(adapted, torch.float64)
         assert not torch.allclose(want, plain)
         # Merged into the weights LoRA reads the scaled skip; so it must before.
         torch.testing.assert_close(case.call(adapted.merge_and_unload(), torch.float64), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "target"),
+    [("uvit", "concat", "skip_linear"), ("hunyuan", "norm", "skip_linear"), ("sd15", "norm", "conv_shortcut")],
+)
+def test_weights_with_lora_beside_them_are_neither_folded_nor_given_back(name, placement, target):
+    import peft
+
+    def adapted(target, **more):
+        model = fresh(name).double()
+        handle = scalelong.apply(model, "cs:0.5", placement=placement, **more)
+        lora = peft.LoraConfig(target_modules=[target], r=2, init_lora_weights=False)
+        return handle, peft.get_peft_model(model, lora)
+
+    for more, change in (({}, "fold"), ({"keep_function": True}, "remove")):
+        handle, model = adapted(target, **more)
+        before = CASES[name].call(model, torch.float64)
+        with pytest.raises(ValueError, match=rf"{target} carries a PEFT adapter.*merge_and_unload"):
+            getattr(handle, change)()
+        assert torch.equal(CASES[name].call(model, torch.float64), before)
+    handle, model = adapted({"uvit": "proj"}.get(name, "to_q"))  # elsewhere LoRA does not disturb
+    want = CASES[name].call(model, torch.float64)
+    handle.fold()
+    torch.testing.assert_close(CASES[name].call(model, torch.float64), want)
 
 
 @pytest.mark.parametrize(

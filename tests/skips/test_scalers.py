@@ -141,6 +141,8 @@ def test_skip_scales_can_keep_a_trained_function():
     [
         (lambda: SkipScales("ls", 3), "give widths=, the skips' channels"),
         (lambda: SkipScales("ls", 3, widths=(1, 2)), r"one entry per skip \(3\), got 2"),
+        (lambda: SkipScales("ls", 3, widths=(32, 0, 64)), r"whole numbers from 1 up, got \(32, 0, 64\)"),
+        (lambda: SkipScales("ls", 3, widths=3.5), r"whole numbers from 1 up, got 3\.5"),
         (lambda: SkipScales("cs:0.7", 0), "whole number from 1 up, got 0"),
         (lambda: SkipScales("cs:0.7", 3, layout="nhwc"), "'nchw' or 'tokens', got 'nhwc'"),
         (lambda: SkipScales("ls", 3, widths=8, layout="tokens"), "give the token count, or use 'ls-channel'"),

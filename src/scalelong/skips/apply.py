@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 from torch import nn
 
@@ -74,11 +75,15 @@ def scaling_of(model: nn.Module) -> AppliedScaling | None:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside `torch.compile`, data-parallel and PEFT wrappers."""
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()  # type: ignore[operator]
-    while isinstance(inner := getattr(model, "_orig_mod", getattr(model, "module", None)), nn.Module):
+    while isinstance(inner := _inside(model), nn.Module):
         model = inner
     return model
+
+
+def _inside(model: nn.Module) -> Any:
+    if hasattr(model, "get_base_model"):
+        return model.get_base_model()  # type: ignore[operator]
+    return getattr(model, "_orig_mod", getattr(model, "module", None))
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -56,7 +56,9 @@ def scale_merge_weights(
         return
     products = []
     for skip, factor in zip(skips, factors, strict=True):
-        for view in adapter.merge_weights(skip, placement) if factor != 1 else ():
+        views = adapter.merge_weights(skip, placement) if factor != 1 else []
+        _refuse_adapted(skip, views)
+        for view in views:
             product = view * factor
             if not view.is_meta and view.isfinite().all() and not product.isfinite().all():
                 raise ValueError(
@@ -66,3 +68,17 @@ def scale_merge_weights(
             products.append((view, product))
     for view, product in products:
         view.copy_(product)
+
+
+def _refuse_adapted(skip: LongSkip, views: Sequence[torch.Tensor]) -> None:
+    """LoRA beside a weight that reads the skip reads it too, through matrices of its own."""
+    storages = {view.untyped_storage()._cdata for view in views}
+    for name, module in skip.block.named_modules():
+        if type(module).__module__.split(".")[0] != "peft" or not hasattr(module, "base_layer"):
+            continue
+        weight = getattr(module.base_layer, "weight", None)
+        if weight is not None and weight.untyped_storage()._cdata in storages:
+            raise ValueError(
+                f"{skip.name}.{name} carries a PEFT adapter, which reads the skip beside the weights that would be "
+                "changed; merge it into them first (merge_and_unload()), or unload() it."
+            )

@@ -335,9 +335,11 @@ class SkipScales(nn.Module):
                     "give widths=, the skips' channels, outermost first."
                 )
             return [0] * num_skips
-        channels = [widths] * num_skips if isinstance(widths, int) else list(widths)
+        channels = list(widths) if isinstance(widths, Sequence) else [widths] * num_skips
         if len(channels) != num_skips:
             raise ValueError(f"widths has one entry per skip ({num_skips}), got {len(channels)}: {channels}.")
+        if any(isinstance(width, bool) or not isinstance(width, int) or width < 1 for width in channels):
+            raise ValueError(f"widths are the skips' channels, whole numbers from 1 up, got {widths!r}.")
         return channels
 
     def forward(self, skip: Tensor, index: int) -> Tensor:
