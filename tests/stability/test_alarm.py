@@ -139,16 +139,19 @@ def test_new_signals_begin_and_the_others_go_on():
     assert plain._quiet_until > 550
 
 
-def test_state_goes_through_json_and_other_models_are_refused():
-    x = noisy(300)
+@pytest.mark.parametrize("saved_at", [240, 270])  # before an alarm, and in the quiet after it
+def test_state_goes_through_json_and_other_models_are_refused(saved_at):
+    x = noisy(400)
     x[250:] *= 30
+    x[300:] *= 30
     whole, first = Detector(["loss"]), Detector(["loss"])
-    for step in range(240):
-        whole.update(step, x[step : step + 1])
+    rung = [step for step in range(saved_at) if whole.update(step, x[step : step + 1])]
+    assert bool(rung) == (saved_at > 250)
+    for step in range(saved_at):
         first.update(step, x[step : step + 1])
     second = Detector(["loss"])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for step in range(240, 300):
+    for step in range(saved_at, 400):
         assert whole.update(step, x[step : step + 1]) == second.update(step, x[step : step + 1])
     with pytest.raises(ValueError, match="other ones than the 2"):
         Detector(["loss", "x"]).load_state_dict(first.state_dict())

@@ -17,7 +17,7 @@ from torch import nn
 
 import scalelong
 from scalelong import StabilityMonitor
-from scalelong.stability.monitor import StabilityWarning
+from scalelong.stability.monitor import AlarmError, StabilityWarning
 from scalelong.training.guard import NonFiniteError
 from tests.contracts.zoo import CASES
 
@@ -363,6 +363,16 @@ def test_a_model_wrapped_by_ddp(compiled, tmp_path):
     assert "skip norm/0" in rows_of(tmp_path / "run")[0]["signals"]
 
 
+def test_another_process_does_not_mind_the_log_that_the_first_has_begun(tmp_path, monkeypatch):
+    for rank, answer in ((0, pytest.raises(ValueError, match="log of another")), (1, contextlib.nullcontext())):
+        (tmp_path / "metrics.jsonl").touch()
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        with answer, StabilityMonitor(CASES["uvit"].model(), tmp_path):
+            pass
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_forward_that_is_compiled_after_the_monitor_was_made(tmp_path):
     loop = Loop()
@@ -508,10 +518,11 @@ def test_the_alarm_names_the_layer_and_does_what_it_is_told(tmp_path):
     assert heard[0].layer == "2"
     assert 200 < heard[0].step < 220
     assert next(row["alarm"]["layer"] for row in rows_of(tmp_path / "a") if "alarm" in row) == "2"
-    with pytest.raises(RuntimeError, match="output of 2|update of 2"):
+    with pytest.raises(AlarmError, match="output of 2|update of 2") as raised:
         small_loop(
             lambda m: StabilityMonitor(m, tmp_path / "b", on_alarm="raise", logger="none", report=False), grow
         )
+    assert raised.value.alarm == heard[0]
 
 
 def test_a_loop_that_resumes_goes_on_with_log_and_alarm(tmp_path):
@@ -586,6 +597,14 @@ def test_bad_settings_are_refused_and_leave_nothing(arguments, words, tmp_path):
         StabilityMonitor(model, tmp_path / "run", **arguments)
     assert not (tmp_path / "run").exists()
     assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_a_log_that_cannot_be_opened_leaves_no_hooks(tmp_path):
+    (tmp_path / "run").touch()
+    model = CASES["uvit"].model()
+    with pytest.raises(FileExistsError):
+        StabilityMonitor(model, tmp_path / "run")
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_other_wrong_calls_get_a_sentence(tmp_path):

@@ -49,6 +49,19 @@ def test_the_piece_of_an_accumulated_batch_that_did_it(inputs, words):
     assert calls.trace("gradient") == words
 
 
+def test_a_model_that_moved_after_it_was_watched_is_repeated_as_it_was_called():
+    """Lightning moves it to its device, and there autocast makes what overflows."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).to("meta")
+    calls = StepCalls(model)
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        nn.init.constant_(p, 300)
+    with torch.autocast("cpu", torch.float16):
+        loss = model(torch.full((1, 2), 300.0)).sum()
+    assert not loss.isfinite()
+    assert calls.trace("loss") == "the first module with a non-finite output is 0"
+
+
 def test_only_the_calls_of_this_step_are_repeated():
     model = net()
     calls = StepCalls(model)

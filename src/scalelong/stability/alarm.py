@@ -199,7 +199,8 @@ class Detector:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"names": self.names, "seen": self.seen} | {k: v.tolist() for k, v in self._arrays().items()}
+        numbers = {"names": self.names, "seen": self.seen, "quiet until": self._quiet_until}
+        return numbers | {k: v.tolist() for k, v in self._arrays().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
@@ -208,7 +209,7 @@ class Detector:
                 f"the saved alarm watched {len(state['names'])} signals, other ones than the {len(self.names)} of "
                 "this model; load it into a monitor of the same model, or start a fresh one."
             )
-        self.seen = state["seen"]
+        self.seen, self._quiet_until = state["seen"], state["quiet until"]
         for name, array in self._arrays().items():
             array[...] = state[name]
 

@@ -46,6 +46,14 @@ class StabilityWarning(UserWarning):
     """An alarm, skips that are not seen, or a non-finite step that the loop was told to go on after."""
 
 
+class AlarmError(RuntimeError):
+    """An alarm in a loop that was to end by it: `on_alarm="raise"`."""
+
+    def __init__(self, alarm: Alarm) -> None:
+        self.alarm = alarm
+        super().__init__(str(alarm))
+
+
 class StabilityMonitor:
     """Watches a training loop: `with StabilityMonitor(model, folder) as monitor`, and in it
 
@@ -85,7 +93,6 @@ class StabilityMonitor:
         check_logger(logger)
         self.levels = NoiseLevels(*timestep_range)
         self.folder = Path(folder)
-        _check_folder(self.folder, first_step)
         self.model = unwrapped(model)
         self._called = model
         self.interval = interval
@@ -97,11 +104,16 @@ class StabilityMonitor:
         self.steps = first_step
         self.alarms: list[Alarm] = []
         self.skipped_steps = 0  # left out by the GradScaler
-        self._call = StepCalls(model)
-        self.pulse = Pulse(self.model, self._call)
+        with ExitStack() as undone_if_refused:
+            self._call = StepCalls(model)
+            undone_if_refused.callback(self._call.close)
+            self.pulse = Pulse(self.model, self._call)
+            undone_if_refused.callback(self.pulse.close)
+            self.observer = _observer(self.model, self._call)
+            self.log = _open_log(self.folder, logger, first_step)
+            undone_if_refused.pop_all()
         self.detector = Detector(self.pulse.names)
         self.oscillation = Oscillation()
-        self.observer = _observer(self.model, self._call)
         self._inbox = Inbox()
         self._watching = ExitStack()
         self._observing = False
@@ -110,7 +122,6 @@ class StabilityMonitor:
         self._losses: list[float] = []
         self._last: Values = np.empty(0, dtype=np.float32)
         self._closed = False
-        self.log = self._open_log(logger, first_step)
         self._since = self.steps, time.perf_counter()
         self._arm()
 
@@ -186,12 +197,6 @@ class StabilityMonitor:
         from scalelong.stability.lightning import callback_for
 
         return callback_for(self)
-
-    def _open_log(self, logger: str, first_step: int) -> RunLog | NoLog:
-        if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
-            return NoLog()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        return RunLog(self.folder, first_step, logger)
 
     def _watch_unfrozen(self) -> None:
         """Watch parameters that were frozen until now; what the alarm has learnt of the others stays."""
@@ -270,7 +275,7 @@ class StabilityMonitor:
     def _ring(self, alarm: Alarm) -> None:
         self.alarms.append(alarm)
         self.log.write(alarm.step, alarm=alarm.as_dict())
-        _tell(self.on_alarm, alarm, RuntimeError(str(alarm)))
+        _tell(self.on_alarm, alarm, AlarmError(alarm))
 
     def _write(self) -> None:
         """A line of everything."""
@@ -369,9 +374,14 @@ def _check(model: Any, interval: int, first_step: int, **reactions: Any) -> None
             raise ValueError(f"{name} is 'warn', 'raise' or a function, got {how!r}.")
 
 
-def _check_folder(folder: Path, first_step: int) -> None:
+def _open_log(folder: Path, logger: str, first_step: int) -> RunLog | NoLog:
+    """The log of the first process; the others have none, and do not mind that it has begun."""
+    if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
+        return NoLog()
     if (folder / METRICS).exists() and not first_step:
         raise ValueError(
             f"{folder} holds the log of another training; give another folder, or first_step=N to go on from step N"
             " of that one."
         )
+    folder.mkdir(parents=True, exist_ok=True)
+    return RunLog(folder, first_step, logger)

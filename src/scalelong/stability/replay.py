@@ -38,6 +38,7 @@ class Call:
 
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     versions: list[int]  # of the tensors among them, which count changes in place
+    device: torch.device
     random: tuple[Tensor, Tensor | None]
     autocast: tuple[bool, torch.dtype | None]
     output_gradient: Tensor | None = None
@@ -52,7 +53,6 @@ class StepCalls:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = unwrapped(model)
-        self.device = next(model.parameters()).device
         self.calls: deque[Call] = deque(maxlen=KEPT)
         self.count = 0  # of the step's calls, kept or not
         self.fresh = False  # whether the calls are those of the present step
@@ -135,10 +135,12 @@ class StepCalls:
             self.count = 0
         self.fresh = True
         self.count += 1
-        random = torch.get_rng_state(), _cuda_random(self.device)
-        enabled = torch.is_autocast_enabled(self.device.type)
-        autocast = enabled, torch.get_autocast_dtype(self.device.type) if enabled else None
-        self.calls.append(Call((args, kwargs), _versions((args, kwargs)), random, autocast))
+        # Asked anew each time: Lightning moves a model to its device after the monitor was made.
+        device = next(self.model.parameters()).device
+        random = torch.get_rng_state(), _cuda_random(device)
+        enabled = torch.is_autocast_enabled(device.type)
+        autocast = enabled, torch.get_autocast_dtype(device.type) if enabled else None
+        self.calls.append(Call((args, kwargs), _versions((args, kwargs)), device, random, autocast))
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
         if self.running and (tensor := next(tensors_in(output), None)) is not None and tensor.requires_grad:
@@ -148,9 +150,9 @@ class StepCalls:
     def _repeat(self, call: Call) -> Any:
         torch.set_rng_state(call.random[0])
         if call.random[1] is not None:
-            torch.cuda.set_rng_state(call.random[1], self.device)
+            torch.cuda.set_rng_state(call.random[1], call.device)
         enabled, dtype = call.autocast
-        with torch.autocast(self.device.type, dtype, enabled=enabled):
+        with torch.autocast(call.device.type, dtype, enabled=enabled):
             return self.model(*call.arguments[0], **call.arguments[1])
 
     def _backward(self, call: Call) -> None:
