@@ -152,10 +152,13 @@ class Detector:
         for signed in (score, size):
             np.abs(signed, out=signed, where=self._both_ways)
         rings = (score > STRANGE) & (size > self._large)
+        half = self._values[self._peaks].any()
+        if not (half or rings.any()):  # nearly always; what follows takes as long again
+            return None
         for blocks in (self._gradients, self._updates, self._outputs):
             rings[blocks] &= self._is_as_large(blocks, blocks)
         rings[self._updates] &= self._is_as_large(self._gradient_of, self._gradients, TAKES_PART)
-        if self._values[self._peaks].any():
+        if half:
             rings[self._peaks] |= steps_to_overflow(self._newest(self._peaks, 20)) < SOON
         rings &= (self._rings_after < self.seen) & (self._values > FEW)
         if not rings.any():

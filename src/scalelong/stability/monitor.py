@@ -234,19 +234,20 @@ class StabilityMonitor:
 
     def _judge(self, step: int, values: Values, *, in_step: bool) -> Alarm | None:
         """`in_step` says that the step's gradients are still there, to be looked at again."""
-        if in_step and not self.pulse.is_finite(values):
-            self.pulse.look_again(values)
-        if self._is_bad(step, values):
-            return None
+        if not self.pulse.is_finite(values):
+            if in_step:
+                self.pulse.look_again(values)
+            if self._is_bad(step, values):
+                return None
+        self._in_trouble = False
         self._losses.append(float(values[0]))
         if alarm := self.detector.update(step, values):
             self._ring(alarm)
         return alarm
 
     def _is_bad(self, step: int, values: Values) -> bool:
-        """Report a step that is not finite; of several in a row, the first."""
+        """Whether a step is still not finite when looked at again; it is reported, of several in a row the first."""
         if self.pulse.is_finite(values):
-            self._in_trouble = False
             return False
         if self.scaler is not None and math.isfinite(values[0]) and self.scaler.get_scale() > 1:
             self.skipped_steps += 1

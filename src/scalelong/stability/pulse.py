@@ -60,8 +60,13 @@ class Pulse:
         prefix = shared_prefix([name for name, _ in named])
         self._block_of = [_block(name, prefix) for name, _ in named]
         self.blocks = list(dict.fromkeys(self._block_of))
-        self._largest = [self._largest_of(block, also) for block in self.blocks]
-        self._samples = Samples([self.parameters[place] for place in self._largest])
+        largest = [self._largest_of(block, also) for block in self.blocks]
+        self._samples = Samples([self.parameters[place] for place in largest])
+        # Vectors are many and short: one call takes all of them, but for those that stand for their block.
+        apart = [place for place, p in enumerate(self.parameters) if p.ndim != 1 or place in largest]
+        self._apart = [self.parameters[place] for place in apart]
+        self._vectors = [p for place, p in enumerate(self.parameters) if place not in apart]
+        self._largest = [apart.index(place) for place in largest]
         self._wide = torch.float64 if any(p.dtype is torch.float64 for p in self.parameters) else torch.float32
         self._before: Tensor | None = None
         self._step = self._step_before = 0
@@ -116,16 +121,16 @@ class Pulse:
     @torch.no_grad()
     def glance(self, loss: Tensor) -> Values:
         """The loss, the first gradients and the first output, in the order of `names`; for a CPU: it waits."""
-        values = np.full(len(self.names), UNSEEN, dtype=np.float32)
-        values[0] = loss.item()
-        for block, output in self._norms.items():
-            values[self.names.index(f"output/{block}")] = output.item() / self._sizes[block] ** 0.5
-        self._norms, self._sizes, self._peaks = {}, {}, {}
         norms, total = self._gradients()
-        for place, norm in enumerate(norms[:_FIRST], start=1):
-            values[place] = UNSEEN if norm is None else norm.item()
-        if total is not None and not math.isfinite(found := total.item()):
-            values[self.telling - 1] = found
+        seen = {0: loss.float().reshape(()), self.telling - 1: total, **dict(enumerate(norms[:_FIRST], start=1))}
+        seen |= {self.telling + self.blocks.index(block): norm for block, norm in self._norms.items()}
+        there = {place: value for place, value in seen.items() if value is not None}
+        values = np.full(len(self.names), UNSEEN, dtype=np.float32)
+        values[list(there)] = torch.stack(list(there.values())).tolist()
+        values[self.telling - 1] = _only_if_bad(float(values[self.telling - 1]))
+        for block, size in self._sizes.items():
+            values[self.telling + self.blocks.index(block)] /= size**0.5
+        self._norms, self._sizes, self._peaks = {}, {}, {}
         return values
 
     @torch.no_grad()
@@ -137,7 +142,7 @@ class Pulse:
         (unseen,), *blanks = self._blanks
         norms, total = self._gradients()
         gradients = [unseen if norm is None else norm for norm in norms]
-        gradients.append(unseen if total is None else torch.where(total.isfinite(), unseen, total))
+        gradients.append(unseen if total is None else total)
         shown = [
             torch.stack([seen.get(name, unseen) for name in names]) if seen else blank
             for seen, names, blank in (
@@ -156,6 +161,7 @@ class Pulse:
         blocks, gates = len(self.blocks), len(self._limits)
         values = taken[:-blocks].copy()
         values[-blocks:] /= max(note.steps, 1) * np.maximum(taken[-blocks:], 1e-12)
+        values[self.telling - 1] = _only_if_bad(float(values[self.telling - 1]))
         gradients, updates = values[1 : 1 + blocks], values[-blocks:]
         updates[updates == 0] = UNSEEN  # a step that was left out
         updates[gradients == 0] = ASLEEP  # what weight decay alone changes is no measure of updates to come
@@ -170,7 +176,7 @@ class Pulse:
 
     def is_finite(self, values: Values) -> bool:
         """Whether a step's loss and gradients are."""
-        return bool(np.isfinite(values[: self.telling]).all())
+        return math.isfinite(values[: self.telling].sum(dtype=np.float64))
 
     @torch.no_grad()
     def look_again(self, values: Values) -> None:
@@ -183,7 +189,7 @@ class Pulse:
             if norm is not None and not np.isfinite(values[place]):
                 values[place] = _narrow(norm.item())
         if total is not None:
-            values[self.telling - 1] = UNSEEN if total.isfinite() else total.item()
+            values[self.telling - 1] = _only_if_bad(total.item())
 
     @torch.no_grad()
     def gradient_norms(self) -> dict[str, float]:
@@ -218,16 +224,16 @@ class Pulse:
 
         `wide` is what they are taken and given in; by default taken in the parameters' own and given in float32.
         """
-        gradients = [p.grad for p in self.parameters]
+        dtype = wide or self._wide
+        gradients = [p.grad for p in self._apart]
+        vectors = [g for p in self._vectors if (g := p.grad) is not None]
         there = [g for g in gradients if g is not None]
-        if not there:
-            return [None] * len(self.blocks), None
-        norms = torch._foreach_norm(there, 2, wide or self._wide)
-        if wide is None and self._wide is torch.float64:
-            norms = tuple(norm.float() for norm in norms)
-        of_each = iter(norms)
+        norms: list[Tensor] = list(torch._foreach_norm(there, 2, dtype)) if there else []
+        together = [torch.linalg.vector_norm(torch.cat(vectors), dtype=dtype)] if vectors else []
+        total = torch.stack(norms + together).sum() if norms or together else None
+        of_each = iter(norms if wide or dtype is torch.float32 else [norm.float() for norm in norms])
         found = [None if g is None else next(of_each) for g in gradients]
-        return [found[place] for place in self._largest], torch.stack(norms).sum()
+        return [found[place] for place in self._largest], total
 
     def _updates(self) -> tuple[Tensor, Tensor] | None:
         """‖Δw‖ and ‖w‖ of the probed weights since they were last looked at."""
@@ -298,6 +304,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _narrow(norm: float) -> float:
     """As a float32, which what is finite does not leave."""
     return min(norm, float(np.finfo(np.float32).max)) if math.isfinite(norm) else norm
+
+
+def _only_if_bad(total: float) -> float:
+    """The sum of all gradients' norms tells no more than whether all of them are finite."""
+    return UNSEEN if math.isfinite(total) else total
 
 
 def _keep_larger(seen: dict[str, Tensor], name: str, value: Tensor) -> None:

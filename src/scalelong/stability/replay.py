@@ -135,12 +135,13 @@ class StepCalls:
             self.count = 0
         self.fresh = True
         self.count += 1
-        # Asked anew each time: Lightning moves a model to its device after the monitor was made.
-        device = next(self.model.parameters()).device
+        # Asked of each call: Lightning moves a model to its device after the monitor was made.
+        inputs = list(tensors_in((args, kwargs)))
+        device = inputs[0].device if inputs else next(self.model.parameters()).device
         random = torch.get_rng_state(), _cuda_random(device)
         enabled = torch.is_autocast_enabled(device.type)
         autocast = enabled, torch.get_autocast_dtype(device.type) if enabled else None
-        self.calls.append(Call((args, kwargs), _versions((args, kwargs)), device, random, autocast))
+        self.calls.append(Call((args, kwargs), _versions(inputs), device, random, autocast))
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
         if self.running and (tensor := next(tensors_in(output), None)) is not None and tensor.requires_grad:
