@@ -246,7 +246,7 @@ class StabilityMonitor:
         return alarm
 
     def _is_bad(self, step: int, values: Values) -> bool:
-        """Whether a step is still not finite when looked at again; it is reported, of several in a row the first."""
+        """Whether a step is not finite when looked at again. It is reported, of several in a row the first."""
         if self.pulse.is_finite(values):
             return False
         if self.scaler is not None and math.isfinite(values[0]) and self.scaler.get_scale() > 1:
