@@ -218,19 +218,22 @@ def test_peft_models_are_refused_but_a_scaled_one_takes_lora():
 def test_weights_with_lora_beside_them_are_neither_folded_nor_given_back(name, placement, target):
     import peft
 
-    def adapted(target, **more):
+    elsewhere = {"uvit": "proj"}.get(name, "to_q")
+
+    def adapted(lora, **more):
         model = fresh(name).double()
         handle = scalelong.apply(model, "cs:0.5", placement=placement, **more)
-        lora = peft.LoraConfig(target_modules=[target], r=2, init_lora_weights=False)
-        return handle, peft.get_peft_model(model, lora)
+        return handle, peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **lora))
 
-    for more, change in (({}, "fold"), ({"keep_function": True}, "remove")):
-        handle, model = adapted(target, **more)
-        before = CASES[name].call(model, torch.float64)
-        with pytest.raises(ValueError, match=rf"{target} carries a PEFT adapter.*merge_and_unload"):
-            getattr(handle, change)()
-        assert torch.equal(CASES[name].call(model, torch.float64), before)
-    handle, model = adapted({"uvit": "proj"}.get(name, "to_q"))  # elsewhere LoRA does not disturb
+    beside, copied = {"target_modules": [target]}, {"target_modules": [elsewhere], "modules_to_save": [target]}
+    for lora in (beside, copied):
+        for more, change in (({}, "fold"), ({"keep_function": True}, "remove")):
+            handle, model = adapted(lora, **more)
+            before = CASES[name].call(model, torch.float64)
+            with pytest.raises(ValueError, match=rf"{target} carries a PEFT adapter.*merge_and_unload"):
+                getattr(handle, change)()
+            assert torch.equal(CASES[name].call(model, torch.float64), before)
+    handle, model = adapted({"target_modules": [elsewhere]})  # elsewhere LoRA does not disturb
     want = CASES[name].call(model, torch.float64)
     handle.fold()
     torch.testing.assert_close(CASES[name].call(model, torch.float64), want)

@@ -1,6 +1,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -112,7 +113,7 @@ def test_skip_scales_multiplies_by_the_schedule():
 
 
 def test_skip_scales_shares_one_gate_per_width_and_copies_deeply():
-    scales = SkipScales("ls", num_skips=3, widths=(32, 32, 64))
+    scales = SkipScales("ls", num_skips=3, widths=np.array([32, 32, 64]))
     assert sorted({key.split(".")[1] for key in scales.state_dict()}) == ["32", "64"]
     skip = torch.randn(2, 32, 3, 3)
     twin = copy.deepcopy(scales)

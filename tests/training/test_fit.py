@@ -211,7 +211,8 @@ def test_a_glance_tells_what_the_last_one_saw(store, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True))
 
 
-def test_a_run_that_is_stopped_right_after_a_bad_step_does_not_count_it(store, tmp_path, monkeypatch):
+@pytest.mark.parametrize("stopped", [True, False], ids=["stopped right after it", "by a glance"])
+def test_a_bad_step_between_two_looks_does_not_count(stopped, store, tmp_path, monkeypatch):
     good, bad = tmp_path / "good", tmp_path / "bad"
     experiment.train(config("train.steps=18"), store, good, device="cpu")
     plain = Stepper._loss
@@ -224,11 +225,15 @@ def test_a_run_that_is_stopped_right_after_a_bad_step_does_not_count_it(store, t
     fit = Fit(run, step, bad)
     fit._look_every = None  # glances, as on a GPU
 
+    reached = []
+
     def interrupt(progress):
-        fit.interruption.asked = progress.step == 20
+        reached.append(progress.step)
+        fit.interruption.asked = stopped and progress.step == 20
 
     with pytest.raises(NonFiniteError, match="step 18"):
         fit.run(NoLog(), show=interrupt)
+    assert reached[-1] == (20 if stopped else 29)  # what the glance at 20 sent is read at 30
     assert same(good, bad)
 
 

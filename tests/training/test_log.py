@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from scalelong.report.monitor import write_monitor_report
-from scalelong.training.log import RunLog, commit_of, read_metrics
+from scalelong.training.log import RunLog, commit_of, environment, read_metrics
 
 ROW = {
     "loss": math.nan,
@@ -49,6 +49,21 @@ def test_logs_with_bare_names_of_such_numbers_are_read_as_well(tmp_path):
     first, second = read_metrics(tmp_path)
     assert math.isnan(first["loss"])
     assert second["loss"] == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("called", "kept"),
+    [
+        ("/home/me/.venv/bin/scalelong", "scalelong"),
+        ("/home/me/.venv/bin/torchrun", "torchrun"),
+        ("/src/benchmarks/throughput.py", "throughput.py"),  # python -m makes it whole
+        ("/src/scalelong/__main__.py", "scalelong"),
+        ("examples/mine.py", "examples/mine.py"),
+    ],
+)
+def test_the_command_is_kept_without_where_it_lies(called, kept, monkeypatch):
+    monkeypatch.setattr("sys.argv", [called, "train", "--out", "runs/a"])
+    assert environment()["command"] == [kept, "train", "--out", "runs/a"]
 
 
 def test_a_tracker_gets_the_numbers_themselves(tmp_path):

@@ -14,7 +14,6 @@ from scalelong.kernels.support import has_large_shared_memory, kernels_run_on
 _MAX_EXTRA = 2
 _MAIN = (64, 128, 256)
 _HEAD_DIMS = (32, 64)
-_MAX_SCORES = 2**25  # numbers: 128 MiB that stay for the way back
 # How the kernels are launched: queries and keys at once, stages of loading ahead, warps (`benchmarks.kernels` tries
 # others).
 FORWARD = {"BQ": 64, "STAGES": 2, "num_warps": 4}
@@ -28,24 +27,19 @@ def attention(qkv: Tensor, num_heads: int) -> Tensor:
         out, _ = _attend(qkv, num_heads)
         return out
     q, k, v = qkv.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, H, N, d]
-    attended = _two_products(q, k, v) if _is_slow_fused(q) else F.scaled_dot_product_attention(q, k, v)
+    attended = _in_float32(q, k, v) if _is_half_on_cpu(q) else F.scaled_dot_product_attention(q, k, v)
     return attended.transpose(1, 2).flatten(2)
 
 
-def _is_slow_fused(q: Tensor) -> bool:
-    """On a CPU torch's fused attention in half precision takes up to ten times as long as the products themselves,
-    backward most of it. Beyond some scores these would fit neither caches nor memory.
-
-    Tensors without storage, on which a step's memory is counted, stand for those of a GPU.
-    """
-    on_cpu = q.device.type == "cpu" and not isinstance(q, FakeTensor)
-    return on_cpu and q.dtype == torch.bfloat16 and q.shape[:3].numel() * q.shape[2] <= _MAX_SCORES
+def _is_half_on_cpu(q: Tensor) -> bool:
+    """Tensors without storage, on which a step's memory is counted, stand for those of a GPU."""
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and not isinstance(q, FakeTensor)
 
 
-def _two_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q kᵀ / √d) v, [B, H, N, d] each. Scores are float32: rounded, large ones would be off by much."""
-    scores = (q.float() * q.shape[-1] ** -0.5) @ k.float().transpose(2, 3)
-    return scores.softmax(3).to(v.dtype) @ v
+def _in_float32(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """On a CPU torch's fused attention takes longer in bf16, many times as long for few tokens, and is less exact."""
+    with torch.autocast(q.device.type, enabled=False):
+        return F.scaled_dot_product_attention(q.float(), k.float(), v.float()).to(v.dtype)
 
 
 def fits(qkv: Tensor, num_heads: int) -> bool:

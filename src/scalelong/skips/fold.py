@@ -71,13 +71,14 @@ def scale_merge_weights(
 
 
 def _refuse_adapted(skip: LongSkip, views: Sequence[torch.Tensor]) -> None:
-    """LoRA beside a weight that reads the skip reads it too, through matrices of its own."""
+    """LoRA beside a weight that reads the skip reads it too, and so does the original of a trained copy."""
     storages = {view.untyped_storage()._cdata for view in views}
     for name, module in skip.block.named_modules():
-        if type(module).__module__.split(".")[0] != "peft" or not hasattr(module, "base_layer"):
+        if type(module).__module__.split(".")[0] != "peft":
             continue
-        weight = getattr(module.base_layer, "weight", None)
-        if weight is not None and weight.untyped_storage()._cdata in storages:
+        adapted = [getattr(module, "base_layer", None), *getattr(module, "modules_to_save", {}).values()]
+        weights = [layer.weight for layer in adapted if isinstance(getattr(layer, "weight", None), torch.Tensor)]
+        if any(weight.untyped_storage()._cdata in storages for weight in weights):
             raise ValueError(
                 f"{skip.name}.{name} carries a PEFT adapter, which reads the skip beside the weights that would be "
                 "changed; merge it into them first (merge_and_unload()), or unload() it."

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any, Self, TypeVar
 
 import torch
@@ -335,12 +336,12 @@ class SkipScales(nn.Module):
                     "give widths=, the skips' channels, outermost first."
                 )
             return [0] * num_skips
-        channels = list(widths) if isinstance(widths, Sequence) else [widths] * num_skips
+        channels = list(widths) if isinstance(widths, Iterable) else [widths] * num_skips
         if len(channels) != num_skips:
             raise ValueError(f"widths has one entry per skip ({num_skips}), got {len(channels)}: {channels}.")
-        if any(isinstance(width, bool) or not isinstance(width, int) or width < 1 for width in channels):
+        if any(isinstance(width, bool) or not isinstance(width, Integral) or width < 1 for width in channels):
             raise ValueError(f"widths are the skips' channels, whole numbers from 1 up, got {widths!r}.")
-        return channels
+        return [int(width) for width in channels]
 
     def forward(self, skip: Tensor, index: int) -> Tensor:
         """The skip times its coefficient. `index` counts from the outermost skip, 0."""

@@ -142,11 +142,11 @@ def environment() -> dict[str, Any]:
 
 
 def _program(name: str) -> str:
-    """What was called: `scalelong`, wherever that lies, or a script as it was given."""
+    """What was called, wherever it lies on this machine."""
     path = Path(name)
     if path.name == "__main__.py":
         return path.parent.name
-    return path.name if path.name == "scalelong" else name
+    return path.name if path.is_absolute() else name
 
 
 def commit_of(package: Path) -> str | None:
