@@ -37,7 +37,7 @@ def _is_half_on_cpu(q: Tensor) -> bool:
 
 
 def _in_float32(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """On a CPU torch's fused attention takes longer in bf16, many times as long for few tokens, and is less exact."""
+    """On a CPU torch's fused attention takes longer in bf16, for few tokens many times as long, and errs more."""
     with torch.autocast(q.device.type, enabled=False):
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float()).to(v.dtype)
 
