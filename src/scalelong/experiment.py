@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -85,17 +87,19 @@ def train(
     show: Callable[[Progress], None] = lambda progress: None,
     judges: Sequence[Judge] = (),
     logger: str = "tensorboard",
+    stop_after_s: float = math.inf,
 ) -> bool:
     """Train a model into the folder `out`, or go on with the run that is there. True when it is done.
 
-    What `judges` find about the averaged weights on the way is logged. `logger` is tensorboard, wandb (both) or
-    none; metrics.jsonl is always written.
+    After `stop_after_s` seconds it is saved and stops; the same call goes on. What `judges` find about the averaged
+    weights on the way is logged. `logger` is tensorboard, wandb (both) or none; metrics.jsonl is always written.
     """
     check_logger(logger)
+    until = time.monotonic() + stop_after_s
     device = local_device(usable_device(device))
     _free(device)  # what a run before that ended in an error still holds
     with joined(device) as world:
-        done = _train(config, store, out, world, device, show, judges, logger)
+        done = _train(config, store, out, world, device, show, judges, logger, until)
     _free(device)
     return done
 
@@ -115,6 +119,7 @@ def _train(
     show: Callable[[Progress], None],
     judges: Sequence[Judge],
     logger: str,
+    until: float,
 ) -> bool:
     config = fitted_to(config, store)
     config = replace(config, train=resolved_for(config.train, device, world.size))
@@ -143,4 +148,4 @@ def _train(
         log = RunLog(out, resumed_at, logger, to_dict(config)) if world.is_first else NoLog()
         events = events_of(config, fit, log, judges, text.context if text else None)
         with log:
-            return fit.run(log, show=show, events=events)
+            return fit.run(log, show=show, events=events, until=until)

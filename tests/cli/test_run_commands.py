@@ -99,6 +99,13 @@ def test_a_folder_of_pictures_becomes_samples_and_a_number(trained, data, monkey
     assert "16 samples (dpm++, 3 steps" in quality["protocol"]
 
 
+def test_a_training_stops_after_its_time_and_goes_on(data):
+    out = data / "in bits"
+    args = ["train", "digits", "--data", data / "store", "--out", out, *TINY, "--set", "train.steps=2"]
+    assert "step 1 of 2 is saved. Stopped before its end; the same" in run(*args, "--stop-after", "0")
+    assert json.loads(run(*args, "--stop-after", "5", "--json")) == {"out": str(out), "done": True, "step": 2}
+
+
 def test_a_class_is_asked_for_by_name_or_number(trained, data):
     assert json.loads((trained / "data.json").read_text())["classes"] == ["cat", "dog"]
     args = ["sample", trained, "--num", 1, "--steps", 1, "--out", data / "one.png"]

@@ -155,6 +155,17 @@ def test_ctrl_c_saves_and_the_same_call_goes_on(store, tmp_path):
     assert same(straight, stopped)
 
 
+def test_a_run_that_is_given_some_time_stops_in_it_and_goes_on(store, tmp_path):
+    straight, by_bits = tmp_path / "straight", tmp_path / "by bits"
+    experiment.train(config("train.steps=4"), store, straight, device="cpu")
+    done = []
+    while not done or not done[-1]:
+        done.append(experiment.train(config("train.steps=4"), store, by_bits, device="cpu", stop_after_s=1e-9))
+    assert done == [False, False, False, True]  # a step is always done
+    assert same(straight, by_bits)
+    assert experiment.train(config("train.steps=6"), store, by_bits, device="cpu", stop_after_s=600)
+
+
 def test_a_nan_stops_before_the_update_names_its_origin_and_loses_nothing(store, tmp_path, monkeypatch):
     good, bad = tmp_path / "good", tmp_path / "bad"
     experiment.train(config("train.steps=7"), store, good, device="cpu")
@@ -411,12 +422,16 @@ def test_an_event_that_fails_costs_no_training_and_is_made_up_for(store, tmp_pat
     assert judged == [5, 10]
 
 
-def test_a_request_to_stop_at_the_last_step_comes_too_late(store, tmp_path):
+def test_a_request_to_stop_at_the_last_step_leaves_what_is_made_after_it(store, tmp_path):
     def stop(progress):
         if progress.step == 3:
             signal.raise_signal(signal.SIGTERM)
 
-    assert experiment.train(config("train.steps=3"), store, tmp_path / "run", show=stop)
+    grid = tmp_path / "run" / "samples" / "step-000000003.png"
+    assert not experiment.train(config("train.steps=3"), store, tmp_path / "run", show=stop)
+    assert (checkpoint.load_latest(tmp_path / "run" / "checkpoints").step, grid.exists()) == (3, False)
+    assert experiment.train(config("train.steps=3"), store, tmp_path / "run")
+    assert grid.exists()
 
 
 def test_every_signal_counts_for_its_oscillation(store, tmp_path):

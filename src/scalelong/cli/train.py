@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -74,6 +75,10 @@ def train(
         int | None, typer.Option(min=1, help="How often; by default whenever pictures are drawn.")
     ] = None,
     held_out_num: Annotated[int, typer.Option(min=2, help="On how many of its images.")] = 2_000,
+    stop_after: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="MINUTES", help="Save and stop after so long; the same command goes on."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
@@ -109,11 +114,12 @@ def train(
             judges.append(_held_out(config, store, held_out, device, held_out_num, held_out_every))
         if evaluate_every is not None:
             judges.append(_quality(config, store, features, inception, device, evaluate_num, evaluate_every))
-        done = _run(config, store, out, device, logger=logger, judges=judges)
+        stop_after_s = math.inf if stop_after is None else 60 * stop_after
+        done = _run(config, store, out, device, logger=logger, judges=judges, stop_after_s=stop_after_s)
     if is_first_process():
         _write_report(out)
     step = config.train.steps if done else experiment.last_step(out)
-    again = "" if done else " Stopped on request; the same command goes on from there."
+    again = "" if done else " Stopped before its end; the same command goes on from there."
     print_result(
         {"out": str(out), "done": done, "step": step},
         as_json,

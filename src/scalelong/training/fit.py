@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import sys
 import time
@@ -100,16 +101,19 @@ class Fit:
         *,
         show: Callable[[Progress], None] = lambda progress: None,
         events: Sequence[Event] = (),
+        until: float = math.inf,
     ) -> bool:
-        """Train to the last step. True when done, False when Ctrl-C or SIGTERM ended it after a save.
+        """Train to the last step. True when done, False when Ctrl-C, SIGTERM or its time ended it after a save.
 
         Events come after the checkpoint of their step, so that one that fails costs no training; what a run that
-        ended there still lacks is made up for first.
+        ended there still lacks is made up for first. `until` is a reading of time.monotonic(), looked at between
+        steps: one is done in any case, and an event that has begun is finished.
         """
         self.model.train()
-        with self.interruption as interruption:
+        made = True
+        with self.interruption:
             if self.step:
-                self._make([event for event in events if self._due(event.interval)], only_lacking=True)
+                made = self._make([event for event in events if self._due(event.interval)], only_lacking=True)
             since, started = self.step, time.perf_counter()
             while self.step < self.config.steps:
                 signals = self._update()
@@ -131,7 +135,7 @@ class Fit:
                 show(Progress(self.step, self.config.steps, self.stepper.loss.item() if looked else None))
                 paused = time.perf_counter()
                 # All stop at the same step, so they ask each other, but only at steps where all look or glance.
-                stopping = (looked or glanced) and self.world.any(interruption.asked, self.stepper.loader.device)
+                stopping = (looked or glanced) and self._stop_asked(until)
                 if stopping and not looked:  # a bad step since the last glance is not saved as one that was done
                     self._check(self.stepper.check)
                 if save_now or stopping:
@@ -139,22 +143,33 @@ class Fit:
                 done = self.step == self.config.steps
                 if stopping and not done:  # who asked to stop does not wait for samples: the next start makes them
                     return False
-                self._make(happens)
-                if happens and not done and self.world.any(interruption.asked, self.stepper.loader.device):
+                made = self._make(happens)
+                if happens and not done and self._stop_asked(until):
                     self.save()
                     return False
                 started += time.perf_counter() - paused  # a step's time is the step's alone
-        return True
+        return made
 
-    def _make(self, events: Sequence[Event], only_lacking: bool = False) -> None:
-        """All make them together. The first alone looks what is lacking: it changes that as the others look."""
+    def _stop_asked(self, until: float) -> bool:
+        """Of any process: all stop at the same step."""
+        return self.world.any(self.interruption.asked or time.monotonic() > until, self.stepper.loader.device)
+
+    def _make(self, events: Sequence[Event], only_lacking: bool = False) -> bool:
+        """Whether all were made, and none given up.
+
+        All make them together. The first alone looks what is lacking: it changes that as the others look.
+        """
+        given_up = False
         for event in events:
             wanted = self.world.is_first and (not only_lacking or event.lacking(self.step))
             if self.world.any(wanted, self.stepper.loader.device):
-                with contextlib.suppress(_Stop):
+                try:
                     event.make(self.step)
+                except _Stop:
+                    given_up = True
                 self.model.train()
             self.world.wait()
+        return not self.world.any(given_up, self.stepper.loader.device)
 
     def points(self, things: Iterable[Any]) -> Iterator[Any]:
         """The same things, for an event to walk over: at each it is given up where a stop was asked for.
