@@ -85,6 +85,18 @@ def test_a_folded_unet_needs_no_scalelong(store, tmp_path):  # noqa: F811
         DiffusionPipeline.from_pretrained(tmp_path / "plain", trust_remote_code=True)
 
 
+def test_a_pipeline_in_half_precision_is_opened_as_it_was_saved(tmp_path):
+    unet = CASES["unet2d"].model(torch.bfloat16)
+    scalelong.apply(unet, "cs:0.5")
+    folder = tmp_path / "pipeline"
+    DDPMPipeline(unet, DDPMScheduler()).save_pretrained(folder, variant="bf16")
+    how = {"variant": "bf16", "torch_dtype": torch.bfloat16}
+    loaded = scalelong.load_pipeline(folder, **how).unet
+    assert str(scalelong.scaling_of(loaded).scaling) == "cs:0.5"
+    call = CASES["unet2d"].call
+    assert torch.equal(call(loaded, torch.bfloat16), call(unet, torch.bfloat16))
+
+
 CONDITIONAL = """
 import sys
 import numpy as np

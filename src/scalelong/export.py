@@ -134,23 +134,26 @@ def _carry_code(folder: Path, cls: type) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def load_pipeline(folder: str | Path) -> Any:
+def load_pipeline(folder: str | Path, *, variant: str | None = None, torch_dtype: Any = None) -> Any:
     """A pipeline folder of diffusers, with the scaling of every component that was saved with one.
 
-    It opens what `scalelong export` wrote and what a stock pipeline's `save_pretrained` did. No code from the
-    folder is run.
+    It opens what `scalelong export` wrote and what a stock pipeline's `save_pretrained` did, `variant` and
+    `torch_dtype` as `from_pretrained` takes them. No code from the folder is run.
     """
     folder = Path(folder)
     index = _read_index(folder)
     if index["_class_name"] == _OURS:
-        return _load_ours(folder, index)
+        if variant is not None:
+            raise ValueError(f"what scalelong export writes has no variants, got {variant!r}; leave it out.")
+        return _load_ours(folder, index).to(torch_dtype)
     cls = _stock_class(folder, index)
     components = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry[0]}
     for name, (library, _) in components.items():
         if (folder / name / f"{library}.py").is_file():
             raise ValueError(f"{folder / name} carries code of its own, {library}.py. {_by_hand(folder)}")
-    scaled = {name: load(folder, subfolder=name) for name in components if _was_scaled(folder / name)}
-    return cls.from_pretrained(folder, **scaled)
+    how = {"variant": variant, "torch_dtype": torch_dtype}
+    scaled = {name: load(folder, subfolder=name, **how) for name in components if _was_scaled(folder / name)}
+    return cls.from_pretrained(folder, **scaled, **how)
 
 
 def _read_index(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from scalelong.skips.attach import adapter_for, attach, attached, build, is_gate_key
+from scalelong.skips.attach import adapter_for, attach, attached, build, is_gate_key, refuse_offloaded
 from scalelong.skips.sites import CONFIG_KEY, PLACEMENTS
 from scalelong.skips.spec import parse_scaling
 
@@ -56,6 +56,8 @@ def load(
         *build(skips, parse_scaling(entry["scaling"]), entry["placement"], entry["keep_function"]),
     )
     gates = {name for name in model.state_dict() if is_gate_key(name)}
+    if gates:
+        refuse_offloaded(model, f"restoring the gates of {entry['scaling']!r}")
     found = {name: tensor for name, tensor in _saved_tensors(folder, variant) if name in gates} if gates else {}
     _check_gates(gates - set(found), entry["scaling"])
     model.load_state_dict(found, strict=False)

@@ -32,6 +32,42 @@ def refused(model, says, *args, **kwargs):
 # Refusals
 
 
+@pytest.mark.parametrize("spec", ["cs:0.5", "scalar:0.5"])
+def test_weights_that_are_offloaded_are_not_pretended_to_be_changed(spec):
+    from accelerate import cpu_offload
+    from accelerate.hooks import remove_hook_from_submodules
+
+    case, model = CASES["unet2d"], fresh()
+    plain = case.call(model, torch.float32)
+    scaling = scalelong.apply(model, spec, placement="norm", keep_function=True)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    for change, name in ((scaling.fold, "fold"), (scaling.remove, "remove")):
+        with pytest.raises(ValueError, match=rf"{name}\(\) needs the weights, and .* are offloaded"):
+            change()
+    torch.testing.assert_close(case.call(model, torch.float32), plain, rtol=1e-4, atol=1e-5)
+    remove_hook_from_submodules(model)
+    scaling.remove()
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    for arguments in ({"scaling": spec, "placement": "norm", "keep_function": True}, {"scaling": "ls"}):
+        with pytest.raises(ValueError, match="are offloaded"):
+            scalelong.apply(model, **arguments)
+    assert scalelong.scaling_of(model) is None
+    scalelong.apply(model, "cs:0.5")  # needs no weights
+    assert not torch.allclose(case.call(model, torch.float32), plain)
+
+
+def test_a_part_of_a_network_that_is_called_module_is_no_wrapper():
+    unet = fresh()
+    scalelong.apply(unet, "cs:0.5")
+    mine = nn.Module()
+    mine.module, mine.head = unet, nn.Linear(2, 2)
+    assert scalelong.scaling_of(mine) is None
+    assert scalelong.scaling_of(nn.DataParallel(unet)).model is unet
+    mine = nn.Module()
+    mine.skip_scaling = scalelong.SkipScales("cs:0.5", num_skips=2)
+    assert scalelong.scaling_of(mine) is None
+
+
 @pytest.mark.parametrize("make", [lambda: nn.Conv2d(3, 3, 1), lambda: nn.Sequential(nn.Linear(2, 2))])
 def test_a_model_without_long_skips_is_told_what_was_looked_for(make):
     for call in (scalelong.find_skips, lambda model: scalelong.apply(model, "cs:0.7")):
@@ -209,6 +245,30 @@ def test_peft_models_are_refused_but_a_scaled_one_takes_lora():
         assert not torch.allclose(want, plain)
         # Merged into the weights LoRA reads the scaled skip; so it must before.
         torch.testing.assert_close(case.call(adapted.merge_and_unload(), torch.float64), want, rtol=1e-5, atol=1e-6)
+
+
+def test_lora_on_the_first_layer_hides_no_skip():
+    import peft
+
+    model = fresh()
+    before = scalelong.find_skips(model)
+    scaling = scalelong.apply(model, "ls")
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["conv_in"], r=2))
+    assert [skip.shape for skip in scaling.skips] == [skip.shape for skip in before]
+
+
+@pytest.mark.parametrize("spec", ["ls", "ls-per-skip", "ls-channel", "ie", "scalar", "skip-norm"])
+@pytest.mark.parametrize("name", ["unet2d", "uvit"])
+def test_what_a_half_precision_model_learns_may_be_float32(name, spec):
+    """As diffusers' LoRA scripts have it: cast_training_params."""
+    case, model = CASES[name], fresh(name).bfloat16()
+    scaling = scalelong.apply(model, spec)
+    before = case.call(model, torch.bfloat16)
+    for p in scaling.parameters():
+        p.data = p.data.float()
+    after = case.call(model, torch.bfloat16)
+    assert after.dtype == torch.bfloat16
+    torch.testing.assert_close(after, before, rtol=0.1, atol=0.05)
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_the_predicted_gain_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("spec", "placement", "says"), [("ls", "concat", "depend on the input"), ("cs:0.7", "norm", "at 'norm'")]
+    ("spec", "placement", "says"), [("ls", "concat", "depends on the input"), ("cs:0.7", "norm", "at 'norm'")]
 )
 def test_what_cannot_be_calibrated_is_refused_and_kept(spec, placement, says):
     case = CASES["unet2d"]
@@ -216,3 +216,40 @@ def test_models_are_opened_by_preset_and_by_folder(tmp_path, uvit):
     assert len(batches_for(preset.model, "vp-sde", None, [2, 3])[1]["sample"]) == 3
     with pytest.raises(ValueError, match="neither a folder nor a preset"):
         open_model("nothing")
+
+
+@pytest.mark.parametrize("name", ["uvit", "unet2d"])
+def test_a_pairs_gain_hardly_depends_on_the_models_own_coefficient(name):
+    """A norm behind the merge undoes the coefficient: the pair's gain may not be divided by it."""
+    gains = []
+    for spec in ("none", "cs:0.1"):
+        torch.manual_seed(0)
+        model = CASES[name].make().eval()
+        scalelong.apply(model, spec)
+        found = calibrate(model, [CASES[name].inputs], iterations=5)
+        gains.append([merge.pair_gain for merge in found.merges])
+    assert gains[1] == pytest.approx(gains[0], rel=0.5)
+    with probing(model) as probes:
+        assert [probe.coefficient for probe in probes.scales] == pytest.approx(
+            [0.1**i for i in range(len(gains[0]))]
+        )
+
+
+@pytest.mark.parametrize(
+    "told", [{"class_embed_type": "timestep"}, {"encoder_hid_dim_type": "image_proj", "encoder_hid_dim": 8}]
+)
+def test_conditions_that_cannot_be_made_up_are_named(told):
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 8),
+        norm_num_groups=2,
+        cross_attention_dim=8,
+        attention_head_dim=2,
+        down_block_types=("DownBlock2D",) * 2,
+        up_block_types=("UpBlock2D",) * 2,
+        **told,
+    )
+    with pytest.raises(ValueError, match=f"no made-up inputs are known for {next(iter(told))}="):
+        batches_for(model, "sd", None, [2])

@@ -39,3 +39,10 @@ def test_the_typical_gain_is_the_frobenius_norm_over_the_width():
 def test_inputs_that_do_not_matter_have_no_gain():
     x = torch.ones(2, 3, requires_grad=True)
     assert (Jacobian(torch.ones(2, 4, requires_grad=True) * 2 + 0 * x.sum(), x).largest_gain(3) == 0).all()
+
+
+def test_a_gain_whose_square_leaves_float32_is_found():
+    x = torch.ones(2, 3, requires_grad=True)
+    jacobian = Jacobian(x * 1e15, x)
+    torch.testing.assert_close(jacobian.largest_gain(3).float(), torch.full((2,), 1e15))
+    torch.testing.assert_close(jacobian.typical_gain().float(), torch.full((2,), 1e15))

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import json
 import math
 import pickle
@@ -268,10 +269,13 @@ def test_training_is_bitwise_the_same_with_a_monitor(tmp_path):
 def test_sampling_and_copies_in_between_are_not_seen(tmp_path):
     loop = Loop()
     with StabilityMonitor(loop.model, tmp_path / "a", interval=2, logger="none", report=False) as monitor:
-        average = copy.deepcopy(loop.model)
-        again = pickle.loads(pickle.dumps(loop.model))
-        loop.run(monitor, 4)
-        for model in (average, again):
+        copies = [copy.deepcopy(loop.model), pickle.loads(pickle.dumps(loop.model))]
+        loop.run(monitor, 1)  # the hooks at the skips are there for the next step
+        copies += [copy.deepcopy(loop.model), pickle.loads(pickle.dumps(loop.model))]
+        for model in copies[2:]:
+            model(**loop.case.inputs).sample.sum().backward()
+        loop.run(monitor, 3)
+        for model in copies:
             model(**loop.case.inputs).sample.sum().backward()
         with torch.no_grad():
             loop.model(**{k: v * 100 if k == "sample" else v for k, v in loop.case.inputs.items()})
@@ -597,6 +601,17 @@ def test_bad_settings_are_refused_and_leave_nothing(arguments, words, tmp_path):
         StabilityMonitor(model, tmp_path / "run", **arguments)
     assert not (tmp_path / "run").exists()
     assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_monitor_that_nobody_closes_lets_compiled_code_run_again(tmp_path):
+    model = torch.compile(Loop().model, backend="eager")
+    monitor = StabilityMonitor(model, tmp_path, interval=1, logger="none", report=False)
+    compiled = torch.compile(lambda x: x + torch.compiler.is_compiling(), backend="eager")
+    assert compiled(0) == 0
+    del monitor
+    gc.collect()
+    assert compiled(0) == 1
 
 
 def test_a_log_that_cannot_be_opened_leaves_no_hooks(tmp_path):

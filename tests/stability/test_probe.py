@@ -185,3 +185,11 @@ def test_a_probe_that_was_stopped_goes_on_and_ends_the_same(tmp_path):
     assert probe(BASE, plan, tmp_path / "stopped", train) == whole
     for scores in whole.rounds:
         assert all(0 < loss < 5 for s in scores for loss in s.losses)
+
+
+@pytest.mark.parametrize("kappa", [0.5, 0.1234567, 1 / 3])
+def test_a_round_knows_its_kappa_again(kappa):
+    """Of a κ that is rounded in the run's name, the best would be left out of the next round."""
+    spec = module.spec_of(kappa)
+    assert float(spec.removeprefix("cs:")) == kappa
+    assert kept([1.0, kappa, 0.9], [float(spec.removeprefix("cs:")), 1.0, 0.9], 2) == [1.0, kappa]

@@ -62,6 +62,23 @@ def test_a_model_that_moved_after_it_was_watched_is_repeated_as_it_was_called():
     assert calls.trace("loss") == "the first module with a non-finite output is 0"
 
 
+def test_a_mask_is_no_bad_input():
+    model = net()
+
+    def masked(x, mask):
+        return nn.Sequential.forward(model, (x + mask.exp()).abs())
+
+    model.forward = masked
+    calls = StepCalls(model)
+    nn.init.constant_(model[2].bias, BAD)
+    model(torch.ones(1, 2), torch.tensor([0.0, -torch.inf])).sum().backward()
+    assert calls.trace("loss").startswith("the first module with a non-finite output is 2, whose own bias")
+    for bad in (BAD, torch.inf):
+        calls.fresh = False
+        model(torch.ones(1, 2), torch.tensor([0.0, bad])).sum().backward()
+        assert calls.trace("loss") == "the input of the model is not finite already"
+
+
 def test_only_the_calls_of_this_step_are_repeated():
     model = net()
     calls = StepCalls(model)

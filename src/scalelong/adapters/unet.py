@@ -138,7 +138,7 @@ def _check_block_types(model: Any) -> None:
 def _encoder_outputs(model: Any) -> Iterator[tuple[int, tuple[int, int] | None]]:
     """(channels, pixels) of each skip in the order in which the encoder makes them: outermost first."""
     pixels = _pair(model.config.get("sample_size"))
-    yield model.conv_in.out_channels, pixels
+    yield model.conv_in.weight.shape[0], pixels  # LoRA around it hands on the weight, not the number
     for block in model.down_blocks:
         for resnet in block.resnets:
             yield resnet.out_channels, pixels

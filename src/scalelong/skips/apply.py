@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from scalelong.skips import fold
-from scalelong.skips.attach import adapter_for, attach, attached, build
+from scalelong.skips.attach import adapter_for, attach, attached, build, refuse_offloaded
 from scalelong.skips.handle import AppliedScaling
 from scalelong.skips.scalers import starts_at_identity
 from scalelong.skips.sites import Adapter, LongSkip, UnsupportedModelError, check_placement_name
@@ -55,6 +55,8 @@ def apply(
         _check_skip_norm(placement, keep_function)
     factors = fold.compensation(scaling, len(skips)) if keep_function else []
     fold.check_exact(adapter, skips, placement, factors)
+    if keep_function or not isinstance(scaling, ConstantScaling):
+        refuse_offloaded(model, f"apply({str(scaling)!r}{', keep_function=True' * keep_function})")
     _warn_of_recorded(adapter, model)
     if not keep_function and not starts_at_identity(scaling, len(skips)) and not _looks_fresh(model):
         _warn_of_trained(scaling, skips)
@@ -83,7 +85,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def _inside(model: nn.Module) -> Any:
     if hasattr(model, "get_base_model"):
         return model.get_base_model()  # type: ignore[operator]
-    return getattr(model, "_orig_mod", getattr(model, "module", None))
+    if "_orig_mod" in model._modules:
+        return model._modules["_orig_mod"]
+    inner = model._modules.get("module")
+    if inner is None:
+        return None
+    # A network of one's own may have a part of that name, and others beside it: a wrapper has no weights but those.
+    inside = {id(p) for p in inner.parameters()}
+    return inner if all(id(p) in inside for p in model.parameters()) else None
 
 
 def is_compiled(model: nn.Module) -> bool:

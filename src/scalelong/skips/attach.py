@@ -96,7 +96,19 @@ def detach(model: nn.Module) -> None:
 
 def attached(model: nn.Module) -> SkipScaling | None:
     """The note that `attach` left on the model."""
-    return model._modules.get("skip_scaling")  # type: ignore[return-value]
+    found = model._modules.get("skip_scaling")
+    return found if isinstance(found, SkipScaling) else None  # a network of one's own may use the name
+
+
+def refuse_offloaded(model: nn.Module, what: str) -> None:
+    """Weights that accelerate keeps elsewhere cannot be changed here: it would seem to work and do nothing."""
+    offloaded = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if offloaded and any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ValueError(
+            f"{what} needs the weights, and {len(offloaded)} tensors of {type(model).__name__} are offloaded "
+            f"({offloaded[0]}, …); do it before cpu_offload, device_map or enable_sequential_cpu_offload, or take "
+            "that off first (accelerate.hooks.remove_hook_from_submodules, pipeline.remove_all_hooks)."
+        )
 
 
 def adapter_for(model: nn.Module) -> Adapter:

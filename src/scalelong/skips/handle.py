@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.skips import fold, summary
-from scalelong.skips.attach import SkipScaling, adapter_for, attached, detach, is_gate_key
+from scalelong.skips.attach import SkipScaling, adapter_for, attached, detach, is_gate_key, refuse_offloaded
 from scalelong.skips.scalers import LearnedScale, SkipScale, first_coefficients
 from scalelong.skips.sites import LongSkip
 from scalelong.skips.spec import Scaling
@@ -101,6 +101,7 @@ class AppliedScaling:
         if attached(self.model) is None:
             return
         if self.keep_function:
+            refuse_offloaded(self.model, "remove()")
             first = first_coefficients(self.scaling, len(self.skips)) or ()
             fold.scale_merge_weights(adapter_for(self.model), self.skips, self.placement, first)
         detach(self.model)
@@ -110,6 +111,7 @@ class AppliedScaling:
 
         Exact on U-ViT, and at placement="norm" on GroupNorm UNets and HunyuanDiT; refused elsewhere.
         """
+        refuse_offloaded(self.model, "fold()")
         adapter, skips, constants = adapter_for(self.model), self.skips, fold.constants_of(self.scales)
         fold.check_exact(adapter, skips, self.placement, constants)
         fold.scale_merge_weights(adapter, skips, self.placement, constants)

@@ -18,6 +18,7 @@ from scalelong.skips.sites import SkipShape
 from scalelong.skips.spec import IE, LS, ConstantScaling, LearnedScalar, Scaling, SkipNorm, parse_scaling
 
 _Module = TypeVar("_Module", bound=nn.Module)
+_PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _EPS = 1e-6  # a skip of zeros stays one
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "elu": nn.ELU, "mish": nn.Mish}
 
@@ -182,7 +183,9 @@ class SEGate(Gate):
         nn.init.zeros_(self.layer2.bias)
 
     def logits(self, pooled: Tensor) -> Tensor:
-        """ζ(GAP(x))."""
+        """ζ(GAP(x)), in the gate's own precision: it may be trained in float32 in a model of half of it."""
+        if (dtype := self.layer1.weight.dtype) in _PRECISIONS:  # 8 bits are unpacked inside of the layer
+            pooled = pooled.to(dtype)
         return self.layer2(self.activation(self.layer1(pooled)))
 
 

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalelong.skips import fold
 from scalelong.skips.attach import SkipScaling, adapter_for, attach, attached, detach
 from scalelong.skips.scalers import SkipScale
 from scalelong.skips.sites import Adapter, LongSkip
@@ -94,7 +93,10 @@ def calibrate(
     with probing(model) as probes:
         first = [probe.coefficient for probe in probes.scales]
         variances = measure_variances(probes, batches)
+        # At 1, as a norm behind the merge undoes another number in part: a gain is not the coefficient's alone.
+        set_coefficients(probes, [1.0] * len(first))
         pairs, middle = pair_gains(probes, gain_inputs, iterations)
+        set_coefficients(probes, first)
         whole = whole_jacobian(model, gain_inputs)
         largest, typical = whole.largest_gain(iterations).mean().item(), whole.typical_gain().mean().item()
         directions = direction_gains(probes, gain_inputs)
@@ -109,7 +111,7 @@ def calibrate(
                 skip_variance=part,
                 coefficient=c,
                 undone_by_norm=undone_share(skip),
-                pair_gain=pair / c,
+                pair_gain=pair,
             )
             for skip, (main, part), c, pair in zip(probes.skips, variances, first, pairs, strict=True)
         ]
@@ -242,7 +244,12 @@ def probing(model: nn.Module) -> Iterator[Probes]:
             f"calibration scales at the concatenation, and this model has {str(root.scaling)!r} at "
             f"{root.placement!r}; remove it (scaling_of(model).remove()) to calibrate the plain model."
         )
-    numbers = fold.constants_of(old) if old else [1.0] * len(skips)
+    numbers = [number for scale in old if (number := scale.number()) is not None] if old else [1.0] * len(skips)
+    if root is not None and len(numbers) < len(skips):
+        raise ValueError(
+            f"calibration multiplies skips by numbers, and what {str(root.scaling)!r} multiplies by depends on the "
+            "input; remove it (scaling_of(model).remove()) to calibrate the plain model."
+        )
     training = model.training
     if root is not None:
         detach(model)
@@ -282,7 +289,7 @@ def measure_variances(probes: Probes, batches: Sequence[Mapping[str, Any]]) -> l
 
 
 def pair_gains(probes: Probes, inputs: Mapping[str, Any], iterations: int) -> tuple[list[float], float]:
-    """‖b_i∘a_i‖ for each skip, its coefficient included, and ‖f_N‖ of the middle; means over the batch.
+    """‖b_i∘a_i‖ for each skip, times what its probe multiplies by, and ‖f_N‖ of the middle; means over the batch.
 
     The main path is cut where it enters a merge. What arrives at the next merge then depends on the encoder through
     one skip alone: its derivative by the skip before is b_i∘a_i.
@@ -307,13 +314,14 @@ def direction_gains(probes: Probes, inputs: Mapping[str, Any]) -> dict[str, list
     """The whole network's typical gain at each input, with CS and with CS reversed in the place of its scaling."""
     before, found = [scale.coefficient for scale in probes.scales], {}
     for name in DIRECTIONS:
-        _set(probes, _constants(name, len(before)))
+        set_coefficients(probes, _constants(name, len(before)))
         found[name] = whole_jacobian(probes.model, inputs).typical_gain().tolist()
-    _set(probes, before)
+    set_coefficients(probes, before)
     return found
 
 
-def _set(probes: Probes, coefficients: Sequence[float]) -> None:
+def set_coefficients(probes: Probes, coefficients: Sequence[float]) -> None:
+    """Multiply the skips by these numbers from now on."""
     for scale, coefficient in zip(probes.scales, coefficients, strict=True):
         scale.coefficient = coefficient
 

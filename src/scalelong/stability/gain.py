@@ -43,13 +43,14 @@ class Jacobian:
 
 
 def norms(x: Tensor) -> Tensor:
-    """‖·‖ of each sample: [B, …] -> [B]."""
-    return x.flatten(1).norm(dim=1)
+    """‖·‖ of each sample, [B, …] -> [B], in float64: a deep net's gain has squares beyond float32."""
+    return x.flatten(1).norm(dim=1, dtype=torch.float64)
 
 
 def unit(x: Tensor) -> Tensor:
     """Each sample over its norm; a zero stays one."""
-    return x / norms(x).clamp(min=torch.finfo(x.dtype).tiny).view(-1, *[1] * (x.dim() - 1))
+    size = norms(x).clamp(min=torch.finfo(x.dtype).tiny).view(-1, *[1] * (x.dim() - 1))
+    return (x / size).to(x.dtype)
 
 
 def _normal_like(x: Tensor, seed: int) -> Tensor:

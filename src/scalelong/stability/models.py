@@ -18,6 +18,12 @@ from scalelong.skips.apply import find_skips
 from scalelong.stability.noise_ratio import store_images, uniform_images
 
 Inputs = dict[str, Any]
+# What an UNet2DConditionModel may be told besides its image, as far as we can make it up.
+_CONDITIONS = {
+    "class_embed_type": (None,),
+    "encoder_hid_dim_type": (None, "text_proj"),
+    "addition_embed_type": (None, "text", "text_time"),
+}
 _OF_VIDEOS = ("UNetMotionModel", "UNet3DConditionModel", "I2VGenXLUNet")
 
 
@@ -130,6 +136,12 @@ def image_shape(model: Any) -> tuple[int, int, int]:
 def _conditions(model: Any, batch: int, generator: torch.Generator) -> Inputs:
     """Classes and text of U-ViT and diffusers' UNets."""
     config = model.config
+    for name, known in _CONDITIONS.items():
+        if config.get(name) not in known:
+            raise ValueError(
+                f"no made-up inputs are known for {name}={config[name]!r}; call "
+                "scalelong.stability.calibration.calibrate(model, [inputs]) with inputs of your own."
+            )
     found: Inputs = {}
     if config.get("num_class_embeds") is not None:
         found["class_labels"] = torch.randint(config["num_class_embeds"], (batch,), generator=generator)
@@ -138,18 +150,12 @@ def _conditions(model: Any, batch: int, generator: torch.Generator) -> Inputs:
         found["encoder_hidden_states"] = torch.randn(
             batch, config.get("text_len", 77), text if isinstance(text, int) else text[0], generator=generator
         )
-    added = config.get("addition_embed_type")
-    if added == "text_time":
+    if config.get("addition_embed_type") == "text_time":
         pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
         found["added_cond_kwargs"] = {
             "text_embeds": torch.randn(batch, pooled, generator=generator),
             "time_ids": torch.tensor([[float(config["sample_size"] * 8)] * 2 + [0.0] * 2 + [512.0] * 2] * batch),
         }
-    elif added not in (None, "text"):
-        raise ValueError(
-            f"no made-up inputs are known for addition_embed_type={added!r}; call "
-            "scalelong.stability.calibration.calibrate(model, [inputs]) with inputs of your own."
-        )
     return found
 
 

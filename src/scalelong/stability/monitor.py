@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,8 +34,8 @@ _ADVICE = (
     "scaling may help."
 )
 _INSIDE_A_GRAPH = (
-    "A part of the model was compiled so that its hooks are not called; compile it by torch.compile(model), and "
-    "give the monitor the result."
+    "A part of the model was compiled, or is checkpointed with use_reentrant=True, and its hooks are not called; "
+    "compile it by torch.compile(model) and give the monitor the result, or checkpoint with use_reentrant=False."
 )
 _NOT_CALLED = (
     "The model was not seen to train since the last monitor.step: give the monitor what the loop calls "
@@ -116,6 +117,7 @@ class StabilityMonitor:
         self.oscillation = Oscillation()
         self._inbox = Inbox()
         self._watching = ExitStack()
+        weakref.finalize(self, self._watching.close)  # of a monitor that nobody closes: eager runs are for it alone
         self._observing = False
         self._in_trouble = False
         self._told_of_unseen = False

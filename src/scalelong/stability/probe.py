@@ -19,6 +19,7 @@ from scalelong.config import RunConfig, with_overrides
 from scalelong.data.files import write_whole
 from scalelong.data.store import open_store
 from scalelong.report.runs import beyond_spread
+from scalelong.skips.spec import CS
 from scalelong.training.log import read_metrics
 from scalelong.training.signals import oscillation_index
 
@@ -201,7 +202,7 @@ def _told(best: Score) -> str:
 
 def spec_of(kappa: float) -> str:
     """κ = 1 is no scaling."""
-    return "none" if kappa == 1 else f"cs:{kappa:g}"
+    return "none" if kappa == 1 else str(CS(kappa))
 
 
 def _difference(loss: float, reference: float) -> float:

@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from scalelong.skips.apply import scaling_of
 from scalelong.skips.scalers import FixedScale, GatedScale
-from scalelong.stability.hooks import Unkept
 from scalelong.stability.replay import StepCalls
 from scalelong.training.guard import tensors_in
+from scalelong.training.hooks import Unkept
 from scalelong.training.signals import block_of
 
 Values = NDArray[np.float32]

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.skips.apply import unwrapped
-from scalelong.stability.hooks import Unkept
 from scalelong.training.guard import (
     NOT_AGAIN,
     all_finite,
@@ -26,6 +25,7 @@ from scalelong.training.guard import (
     first_bad_parameter,
     tensors_in,
 )
+from scalelong.training.hooks import Unkept
 from scalelong.training.signals import in_training_forward
 
 KEPT = 8  # calls of a step, the pieces of an accumulated batch: their inputs stay in memory
@@ -94,7 +94,7 @@ class StepCalls:
 
     def _trace(self, call: Call) -> str | None:
         """What is the first to be non-finite in one call, if anything is."""
-        if not all_finite(call.arguments):
+        if any((t.isnan() | (t == torch.inf)).any() for t in tensors_in(call.arguments)):  # -inf is a mask's
             return "the input of the model is not finite already"
         with self._as_it_was():
             name, _ = first_bad_output(self.model, lambda: self._repeat(call))

@@ -20,6 +20,7 @@ from scalelong.skips.apply import scaling_of
 from scalelong.skips.attach import adapter_for
 from scalelong.skips.scalers import FixedScale
 from scalelong.skips.sites import LongSkip
+from scalelong.training.hooks import Unkept
 from scalelong.training.sharding import whole
 from scalelong.world import World
 
@@ -47,13 +48,13 @@ class Observer:
         handle = scaling_of(self.model)
         with ExitStack() as stack:
             for skip in self.skips:
-                hook = skip.block.register_forward_pre_hook(self._see_merge(skip), with_kwargs=True)
+                hook = skip.block.register_forward_pre_hook(Unkept(self._see_merge(skip)), with_kwargs=True)
                 stack.callback(hook.remove)
             for index, scale in enumerate(handle.scales if handle else []):
                 if isinstance(scale, FixedScale):
                     self.means[f"coefficient/{index}"].append(torch.full((), scale.value, device=self._device()))
                 else:
-                    stack.callback(scale.register_forward_hook(self._see_gate(index)).remove)
+                    stack.callback(scale.register_forward_hook(Unkept(self._see_gate(index))).remove)
             yield
 
     def _see_merge(self, skip: LongSkip) -> Any:
