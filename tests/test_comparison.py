@@ -2,7 +2,11 @@
 
 import html
 import json
+import multiprocessing
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,11 +18,12 @@ from typer.testing import CliRunner
 from scalelong import experiment
 from scalelong.cli import main
 from scalelong.cli.main import app
-from scalelong.comparison import DIGITS_SETTINGS, SCALINGS, SEEDS, members
+from scalelong.comparison import DIGITS_SETTINGS, SCALINGS, SEEDS, divergence, members, run_all, train_or_record
 from scalelong.config import with_overrides
 from scalelong.presets import run_preset
 from scalelong.report.runs import read_run
 from scalelong.training.log import read_metrics
+from scalelong.training.step import Stepper
 from tests.test_held_out import made
 
 SETTINGS = [
@@ -195,3 +200,49 @@ def test_workers_end_when_the_comparison_is_killed(tmp_path):
     written = beats.stat().st_size
     time.sleep(1)
     assert beats.stat().st_size == written
+
+
+def stop_at_once(member, folder):
+    """As a run that Ctrl-C reached: the terminal sends it to all."""
+    (folder / str(member)).touch()
+    if member == 0:
+        os.kill(multiprocessing.parent_process().pid, signal.SIGINT)
+        time.sleep(1)
+    return member != 0
+
+
+def test_ctrl_c_begins_no_other_run(tmp_path):
+    """The pool has more than it works on in a queue of its own, which cannot be called back."""
+    done = run_all([0, 1, 2, 3], tmp_path, workers=1, watch=lambda done: None, run=stop_at_once)
+    assert done == [False] * 4
+    assert [file.name for file in tmp_path.iterdir()] == ["0"]
+
+
+def test_runs_that_diverged_are_said_and_the_others_are_reported(compared, tmp_path, capsys, monkeypatch):
+    out, _, args = compared
+    mine = tmp_path / "out"
+    shutil.copytree(out, mine)
+    args = [str(mine) if arg == str(out) else arg for arg in args]
+    for seed in (0, 1):
+        (mine / f"ls-seed{seed}" / "diverged.json").write_text(json.dumps({"step": 2, "error": "step 2: NaN"}))
+    found = json.loads(CliRunner().invoke(app, args, catch_exceptions=False).stdout)
+    assert found["diverged"] == [f"ls with seed {seed} diverged: step 2: NaN" for seed in (0, 1)]
+    assert [row["scaling"] for row in found["rows"]] == ["none", "cs:0.7"]
+    assert found["diverged"][1] in html.unescape((mine / "report.html").read_text())
+    for folder in mine.glob("*-seed*"):
+        (folder / "diverged.json").write_text(json.dumps({"step": 2, "error": "step 2: NaN"}))
+    monkeypatch.setattr(sys, "argv", ["scalelong", *args])
+    with pytest.raises(SystemExit):
+        main.main()
+    assert "Every run diverged" in capsys.readouterr().err
+
+
+def test_that_a_run_diverged_is_written_into_its_folder(tmp_path, monkeypatch):
+    (member,) = members(with_overrides(run_preset("digits"), SETTINGS), ["none"], [0], tmp_path, None)
+    plain = Stepper._loss
+    monkeypatch.setattr(Stepper, "_loss", lambda self, *args: plain(self, *args) * float("nan"))
+    data = experiment.open_data(None).folder
+    assert train_or_record(member, data)
+    assert divergence(member.folder).startswith("step 0: the loss is not finite")
+    monkeypatch.setattr(experiment, "train", lambda *args, **how: pytest.fail("it would diverge again"))
+    assert train_or_record(member, data)

@@ -5,21 +5,26 @@ Every run is a run folder of its own, so that an interrupted comparison goes on 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import multiprocessing
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from scalelong.config import RunConfig, with_overrides
+from scalelong.data.files import write_whole
+from scalelong.data.images import cores
 from scalelong.data.store import open_store
 
 SCALINGS = ("none", "1/sqrt2", "cs:0.7", "ls")
 SEEDS = (0, 1)
 HELD_OUT_NUM = 2_000
+DIVERGED = "diverged.json"
 # Sized for two CPU cores: eight runs of the digits within five minutes.
 DIGITS_SETTINGS = (
     "train.steps=600",
@@ -101,29 +106,57 @@ def run_one(member: Member, data: Path) -> bool:
     return experiment.train(member.config, store, member.folder, judges=judges)
 
 
+def train_or_record(member: Member, data: Path) -> bool:
+    """Train one run; that it diverged is a result like others, and is written into its folder."""
+    from scalelong.training.guard import NonFiniteError
+
+    if diverged(member.folder):
+        return True
+    try:
+        return run_one(member, data)
+    except NonFiniteError as error:
+        write_whole(member.folder / DIVERGED, json.dumps({"step": error.step, "error": str(error)}) + "\n")
+        return True
+
+
 def run_all(
     group: Sequence[Member],
     data: Path,
     *,
     workers: int,
     watch: Callable[[list[bool]], None],
-    run: Callable[[Member, Path], bool] = run_one,
+    run: Callable[[Member, Path], bool] = train_or_record,
 ) -> list[bool]:
     """Train all, `workers` at a time, each in a process of one thread. `watch` is called twice a second.
 
-    `run` is what a process does with a member, by default `run_one`: a function of a module, as it is sent there.
+    `run` is what a process does with a member: a function of a module, as it is sent there.
     """
     context = multiprocessing.get_context("spawn")
+    left, futures = iter(group), list[Future[bool]]()
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker) as pool:
-        futures = [pool.submit(run, member, data) for member in group]
-        try:
-            while not all(future.done() for future in futures):
-                watch([future.done() for future in futures])
-                time.sleep(0.5)
-        except KeyboardInterrupt:
-            for future in futures:
-                future.cancel()
-        return list(_results(futures))
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                under_way = [future for future in futures if not future.done()]
+                # One more when one is done: what waits in the pool's own queue cannot be called back.
+                begun = [pool.submit(run, member, data) for member in islice(left, workers - len(under_way))]
+                futures += begun
+                if not under_way and not begun:
+                    break
+                watch([future.done() for future in futures] + [False] * (len(group) - len(futures)))
+                wait(under_way + begun, timeout=0.5, return_when=FIRST_COMPLETED)
+        done = [future.result() for future in futures]
+    return done + [False] * (len(group) - len(done))
+
+
+def diverged(folder: Path) -> bool:
+    """Whether a run ended that way."""
+    return (folder / DIVERGED).is_file()
+
+
+def divergence(folder: Path) -> str:
+    """Where and why a run diverged."""
+    why: str = json.loads((folder / DIVERGED).read_text())["error"]
+    return why
 
 
 def forget_compiled() -> None:
@@ -135,12 +168,7 @@ def forget_compiled() -> None:
 
 def default_workers(device: str) -> int:
     """One run at a time on a GPU; on the CPU as many as there are cores."""
-    return 1 if device != "cpu" else max(1, len(os.sched_getaffinity(0)))
-
-
-def _results(futures: Sequence[Future[bool]]) -> Iterator[bool]:
-    for future in futures:
-        yield False if future.cancelled() else future.result()
+    return 1 if device != "cpu" else cores()
 
 
 def _begin_worker() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -121,6 +122,8 @@ def joined(device: str) -> Iterator[World]:
     if not already:
         dist.init_process_group(**how, timeout=_PATIENCE)
     yield World(rank, size)
+    # A wrapped model lives on in a cycle, and where it is found after the group is gone, now and then aborts.
+    gc.collect()
     # After an error the process just ends: taking leave would wait for the others, who wait for it.
     if not already:
         dist.destroy_process_group()

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from scalelong import experiment
 from scalelong.cli import reproduce as command
 from scalelong.cli.main import app
-from scalelong.comparison import Judging
+from scalelong.comparison import DIVERGED, Judging
 from scalelong.config import to_dict
 from scalelong.data.prepare import prepare
 from scalelong.data.sources import digits
@@ -20,7 +20,7 @@ from scalelong.presets import run_preset
 from scalelong.reproduce import NAMES, fig5, fig7, regimes, reproduction_named
 from scalelong.reproduce.judging import below, luck
 from scalelong.reproduce.plan import Variant, scalings, small
-from scalelong.reproduce.running import DIVERGED, final_quality, folders_of, is_done, train_all
+from scalelong.reproduce.running import final_quality, folders_of, is_done, train_all
 from scalelong.reproduce.writing import conclude, write_data
 from scalelong.skips.spec import parse_scaling
 

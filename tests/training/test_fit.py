@@ -26,6 +26,7 @@ from scalelong.training.guard import NonFiniteError
 from scalelong.training.log import NoLog, read_metrics
 from scalelong.training.signals import oscillation_index
 from scalelong.training.step import Stepper, parameter_groups, warmup
+from scalelong.world import World
 
 SMALL = [
     "model.changes.hidden_size=32",
@@ -473,6 +474,33 @@ def test_who_stops_a_run_does_not_wait_for_samples_and_gets_them_later(store, tm
     assert not samples.exists()
     assert experiment.train(settings, store, tmp_path / "run")
     assert sorted(file.name for file in samples.iterdir()) == ["step-000000004.png", "step-000000006.png"]
+
+
+def test_a_judge_that_fails_costs_no_training(store, tmp_path):
+    def fail(model, walk):
+        raise torch.OutOfMemoryError
+
+    settings = config("train.steps=6", "train.checkpoint_every=100")
+    with pytest.raises(torch.OutOfMemoryError):
+        experiment.train(settings, store, tmp_path / "run", judges=[experiment.Judge("quality", fail, every=4)])
+    assert checkpoint.load_latest(tmp_path / "run" / "checkpoints").step == 4
+    experiment.train(settings, store, tmp_path / "run")
+    experiment.train(settings, store, tmp_path / "straight")
+    assert same(tmp_path / "run", tmp_path / "straight")
+
+
+def test_processes_ask_each_other_only_where_something_is_due(store, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(World, "any", lambda self, flag, device: asked.append(flag) or flag)
+    rarely = ["train.log_every=100", "train.monitor_every=100", "train.checkpoint_every=100"]
+    run = experiment.fitted_to(config("train.steps=40", *rarely), store)
+    step = Stepper(
+        experiment.build_model(run), experiment.process_of(run), Loader(store, seed=run.train.seed), run.train
+    )
+    fit = Fit(run, step, tmp_path / "run")
+    fit._look_every = 10  # as on several GPUs
+    assert fit.run(NoLog())
+    assert len(asked) == 4
 
 
 def test_who_stops_a_run_while_it_is_judged_does_not_wait_for_the_judge(store, tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,7 +77,18 @@ def compare(
     if not all(done):
         typer.echo("stopped; what was done is saved, and the same command goes on.", err=True)
         raise typer.Exit(1)
-    _report([member.folder for member in group], out / "report.html", as_json)
+    _report_ended(group, out / "report.html", as_json)
+
+
+def _report_ended(group: list[Member], out: Path, as_json: bool) -> None:
+    """Of the runs that came to their end; who diverged is said, and that is a result, too."""
+    from scalelong.comparison import diverged, divergence
+
+    lost = [f"{m.scaling} with seed {m.seed} diverged: {divergence(m.folder)}" for m in group if diverged(m.folder)]
+    ended = [member.folder for member in group if not diverged(member.folder)]
+    if not ended:
+        raise FloatingPointError("\n".join([*lost, "Every run diverged: there is nothing to report."]))
+    _report(ended, out, as_json, lost=lost)
 
 
 def _sampled(features: str | None, num: int, store: Store) -> dict[str, Any]:
@@ -106,7 +118,9 @@ def report(
     _report(runs, out, as_json, theory)
 
 
-def _report(folders: list[Path], out: Path, as_json: bool, theory: Path | None = None) -> None:
+def _report(
+    folders: list[Path], out: Path, as_json: bool, theory: Path | None = None, lost: Sequence[str] = ()
+) -> None:
     from scalelong.report.page import write_report
     from scalelong.report.runs import by_scaling, finding, read_run, summary_rows
 
@@ -116,14 +130,13 @@ def _report(folders: list[Path], out: Path, as_json: bool, theory: Path | None =
         from scalelong.report.theory import read_theory, theory_sections
 
         more = theory_sections(read_theory(theory))
-    write_report(runs, out, command=shlex.join(["scalelong", *sys.argv[1:]]), more=more)
+    write_report(runs, out, command=shlex.join(["scalelong", *sys.argv[1:]]), more=more, lost=lost)
     groups = by_scaling(runs)
     rows, found = summary_rows(groups), finding(groups)
     _print_table(rows, as_json)
-    told = f"{found}\n" if found else ""
-    print_result(
-        {"report": str(out), "finding": found, "rows": rows}, as_json, f"{told}The report with all curves: {out}"
-    )
+    told = "".join(f"{sentence}\n" for sentence in (*lost, found) if sentence)
+    result = {"report": str(out), "finding": found, "diverged": list(lost), "rows": rows}
+    print_result(result, as_json, f"{told}The report with all curves: {out}")
 
 
 REPORT_EXAMPLES = "Example: [bold]scalelong report runs/none runs/cs-0.7 --out report.html[/]"
@@ -131,13 +144,15 @@ REPORT_EXAMPLES = "Example: [bold]scalelong report runs/none runs/cs-0.7 --out r
 
 def run_with_bars(group: list[Member], data: Path, workers: int, run: Any = None) -> list[bool]:
     """Train all members, with a bar for each."""
-    from scalelong.comparison import run_all, run_one
+    from scalelong.comparison import run_all, train_or_record
 
     with progress_bar() as bar:
         tasks = [
             bar.add_task(f"{m.scaling} seed {m.seed}", total=m.config.train.steps, note="waits") for m in group
         ]
-        done = run_all(group, data, workers=workers, watch=lambda _: _update(bar, tasks, group), run=run or run_one)
+        done = run_all(
+            group, data, workers=workers, watch=lambda _: _update(bar, tasks, group), run=run or train_or_record
+        )
         _update(bar, tasks, group)
     return done
 

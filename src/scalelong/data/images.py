@@ -222,9 +222,12 @@ CROPS: dict[str, Callable[[Picture, int], Picture]] = {
 
 def worker_count() -> int:
     """Decoding threads: Pillow lets go of the interpreter while it decodes, so that they run at once."""
-    return max(
-        2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2)
-    )
+    return max(2, min(16, cores()))
+
+
+def cores() -> int:
+    """How many this process may use; not every system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_threads(function: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:

@@ -16,14 +16,16 @@ from scalelong.version import __version__
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
-def write_report(runs: list[Run], out: Path, command: str, more: Sequence[Section] = ()) -> None:
-    """Write the page for these runs, with more sections behind their own."""
+def write_report(
+    runs: list[Run], out: Path, command: str, more: Sequence[Section] = (), lost: Sequence[str] = ()
+) -> None:
+    """Write the page for these runs, with more sections behind their own; `lost`: what became of others."""
     groups = by_scaling(runs)
     first = runs[0]
     _write(
         out,
         title=_title(runs),
-        finding=finding(groups),
+        finding=" ".join([*lost, finding(groups)]).strip(),
         lead=_lead(runs),
         note=_note(runs),
         rows=summary_rows(groups),

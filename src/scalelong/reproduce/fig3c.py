@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from scalelong import experiment
+from scalelong.comparison import diverged
 from scalelong.config import RunConfig
 from scalelong.data.store import Store
 from scalelong.metrics.evaluate import batches, quality_of, reference_of
@@ -16,7 +17,6 @@ from scalelong.metrics.features import features_named
 from scalelong.reproduce.drawing import colour_of, panels
 from scalelong.reproduce.judging import below
 from scalelong.reproduce.plan import Data, Folders, Reproduction, full, scalings, small
-from scalelong.reproduce.running import diverged
 from scalelong.stability.statements import Statement
 
 LEVELS = (0.0, 0.1, 0.2, 0.4)

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from scalelong import experiment
+from scalelong.comparison import diverged
 from scalelong.data.random import Stream
 from scalelong.data.store import Store
 from scalelong.reproduce.drawing import panels
 from scalelong.reproduce.judging import told_by
 from scalelong.reproduce.plan import Data, Folders, Reproduction, full, scalings, small
-from scalelong.reproduce.running import diverged
 from scalelong.skips.apply import scaling_of
 from scalelong.stability.statements import Check, Statement
 

@@ -8,12 +8,12 @@ import statistics
 from itertools import accumulate, product
 from typing import Any
 
-from scalelong.comparison import DIGITS_SETTINGS
+from scalelong.comparison import DIGITS_SETTINGS, DIVERGED
 from scalelong.data.store import Store
 from scalelong.reproduce.drawing import panels
 from scalelong.reproduce.judging import luck
 from scalelong.reproduce.plan import Data, Folders, Plan, Reproduction, Variant
-from scalelong.reproduce.running import DIVERGED, read_ended
+from scalelong.reproduce.running import read_ended
 from scalelong.stability.statements import Check, Statement
 
 DEPTHS, RATES, BATCHES = (4, 12, 20), ("3e-3", "1e-2", "3e-2", "1e-1"), (8, 32)

@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from scalelong import experiment
-from scalelong.comparison import Member, run_all, run_one
+from scalelong.comparison import DIVERGED, Member, diverged, run_all
 from scalelong.config import resolved_for
-from scalelong.data.files import write_whole
 from scalelong.data.store import Store
 from scalelong.report.runs import Run, read_run
 from scalelong.reproduce.plan import Data, Folders
-from scalelong.training.guard import NonFiniteError
 from scalelong.training.log import METRICS, read_metrics
-
-DIVERGED = "diverged.json"
 
 
 def train_all(
@@ -28,7 +24,7 @@ def train_all(
     for member in group:
         check_member(member, store)
     left = [member for member in group if not is_done(member)]
-    return all(run_all(left, store.folder, workers=workers, watch=watch, run=train_or_record)) if left else True
+    return all(run_all(left, store.folder, workers=workers, watch=watch)) if left else True
 
 
 def check_member(member: Member, store: Store) -> None:
@@ -36,15 +32,6 @@ def check_member(member: Member, store: Store) -> None:
     config = experiment.fitted_to(member.config, store)
     recipe = resolved_for(config.train, experiment.default_device())
     experiment.check_folder(replace(config, train=recipe), member.folder, data=experiment.data_of(config, store))
-
-
-def train_or_record(member: Member, data: Path) -> bool:
-    """Train one run; where it diverged is written into its folder."""
-    try:
-        return run_one(member, data)
-    except NonFiniteError as error:
-        write_whole(member.folder / DIVERGED, json.dumps({"step": error.step, "error": str(error)}) + "\n")
-        return True
 
 
 def is_done(member: Member) -> bool:
@@ -64,11 +51,6 @@ def folders_of(group: Sequence[Member]) -> Folders:
     for member in group:
         found.setdefault(member.scaling, []).append(member.folder)
     return found
-
-
-def diverged(folder: Path) -> bool:
-    """Whether a run ended that way."""
-    return (folder / DIVERGED).is_file()
 
 
 def read_ended(folder: Path) -> Run:

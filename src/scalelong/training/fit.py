@@ -105,9 +105,9 @@ class Fit:
     ) -> bool:
         """Train to the last step. True when done, False when Ctrl-C, SIGTERM or its time ended it after a save.
 
-        Events come after the checkpoint of their step, so that one that fails costs no training; what a run that
-        ended there still lacks is made up for first. `until` is a reading of time.monotonic(), looked at between
-        steps: one is done in any case, and an event that has begun is finished.
+        Events come after the checkpoint of their step, if there is one, and where one fails it is written; what a
+        run that ended there still lacks is made up for first. `until` is a reading of time.monotonic(), looked at
+        between steps: one is done in any case, and an event that has begun is finished.
         """
         self.model.train()
         made = True
@@ -143,7 +143,12 @@ class Fit:
                 done = self.step == self.config.steps
                 if stopping and not done:  # who asked to stop does not wait for samples: the next start makes them
                     return False
-                made = self._make(happens)
+                try:
+                    made = self._make(happens)
+                except Exception:  # a full disk, or memory: it costs no training
+                    if not save_now and self.world.size == 1:
+                        self.save()
+                    raise
                 if happens and not done and self._stop_asked(until):
                     self.save()
                     return False
@@ -159,6 +164,8 @@ class Fit:
 
         All make them together. The first alone looks what is lacking: it changes that as the others look.
         """
+        if not events:  # the processes ask each other at the end
+            return True
         given_up = False
         for event in events:
             wanted = self.world.is_first and (not only_lacking or event.lacking(self.step))
