@@ -87,6 +87,7 @@ def test_later_overrides_win():
         ("train.steps=many", "train.steps is a whole number, got 'many'"),
         ("train.steps=1.5", "train.steps is a whole number, got 1.5"),
         ("train.steps=true", "train.steps is a whole number, got True"),
+        ("train.steps=Infinity", "train.steps is a whole number, got inf"),
         ("train.steps=0", "train.steps is at least 1, got 0"),
         ("train.lr=fast", "train.lr is a number, got 'fast'"),
         ("train.warmup_steps=-5", "train.warmup_steps is at least 0, got -5"),

@@ -1,4 +1,5 @@
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -7,10 +8,11 @@ import torch
 from PIL import Image
 
 from scalelong import experiment
-from scalelong.config import resolved_for
+from scalelong.config import resolved_for, with_overrides
 from scalelong.data import prepare
 from scalelong.data.images import Item, Source
 from scalelong.data.sources import digits
+from scalelong.presets import run_preset
 from scalelong.training.log import read_metrics
 from tests.training.test_fit import config, store  # noqa: F401 - a fixture
 
@@ -189,3 +191,38 @@ def test_two_processes_may_prepare_the_digits_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(prepare, "prepare", slower)
     assert len(experiment.open_data(None)) == 1797
+
+
+def test_samples_have_the_classes_as_often_as_the_data(store):  # noqa: F811
+    few = replace(store, labels=np.repeat([0, 1], [900, 100]), manifest=replace(store.manifest, count=1000))
+    labels = experiment.labels_like(few, range(1000))
+    assert labels.bincount().tolist() == [900, 100]
+    assert 3 < labels[:100].sum() < 20  # in no order
+    again = torch.cat([experiment.labels_like(few, part) for part in (range(400), range(400, 1000))])
+    assert torch.equal(again, labels)
+    assert torch.equal(experiment.labels_like(few, range(1000, 1010)), labels[:10])
+
+
+def test_a_unet_takes_sides_that_its_blocks_can_halve(store):  # noqa: F811
+    with pytest.raises(
+        ValueError, match="a UNet of 5 blocks takes images whose sides are multiples of 16, got 8×8"
+    ):
+        experiment.fitted_to(
+            with_overrides(run_preset("cifar10-unet"), ["model.changes.block_out_channels=8,8,8,8,8"]), store
+        )
+    experiment.fitted_to(run_preset("cifar10-unet"), store)
+
+
+def test_a_recipe_by_class_can_be_trained_without(store):  # noqa: F811
+    fitted = experiment.fitted_to(with_overrides(run_preset("imagenet64-uvit-m"), ["data.condition=none"]), store)
+    assert fitted.model.changes["num_class_embeds"] is None
+
+
+def test_a_setting_that_was_not_there_is_named(run, store, tmp_path):  # noqa: F811
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    told = json.loads((folder / "config.json").read_text())
+    told["model"]["changes"]["dropout"] = None
+    (folder / "config.json").write_text(json.dumps(told))
+    with pytest.raises(ValueError, match=r"model\.changes\.dropout was None and is not set"):
+        by_class(store, folder, "model.scaling=ls")

@@ -142,6 +142,16 @@ def test_samples_are_decoded_and_clipped_after_that_alone(folder, trained):
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
+def test_a_process_without_a_share_draws_none_and_cosine_noise_is_not_exported(trained, tmp_path):
+    loaded = experiment.load_run(trained, device="cpu")
+    image = experiment.draw(loaded.config, loaded.model, 1, steps=1)
+    assert experiment.draw(loaded.config, loaded.model, 0).shape == (0, *image.shape[1:])
+    cosine = replace(loaded.config, process="cosine")
+    with pytest.raises(ValueError, match=r"DDIM, which cannot draw latents of the cosine schedule.*target=v"):
+        export(replace(loaded, config=cosine), tmp_path / "out")
+    export(replace(loaded, config=replace(cosine, target="v")), tmp_path / "out")
+
+
 def test_the_commands_draw_and_judge(folder, trained, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Image.open(trained / "samples" / "step-000000004.png").size[0] >= 4 * 9 + 1
@@ -221,6 +231,10 @@ def test_what_does_not_fit_gets_a_sentence(folder, store, tmp_path, monkeypatch,
         ([*train, folder / "store", "--autoencoder", tmp_path / "none"], "there is no folder"),
         ([*train, folder / "store", "--set", "data.space=latent"], "data.space is pixels or latents"),
         ([*train, folder / "store", "--set", "sampling.guidance=2"], "guidance 2.0 needs class labels"),
+        (
+            [*train, folder / "store", "--set", "process=cosine", "--set", "sampling.sampler=ddim"],
+            "ddim begins where the cosine schedule leaves nothing of the image",
+        ),
         (["prepare", "digits", *out, "--scale", "0.2"], "got --scale 0.2 alone; give --autoencoder as well"),
         (["prepare", "digits", *out, "--latents-only"], "got --latents-only alone"),
         (["prepare", "digits", *out, "--autoencoder", folder / "vae"], "and the images have 1"),

@@ -273,7 +273,7 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
         return tuple(_typed(args[0], item, where) for item in items)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if hint is int and isinstance(value, float) and value == int(value):
+    if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)  # 5e4
     wanted = Mapping if origin is not None else hint
     if not isinstance(value, wanted) or (isinstance(value, bool) and hint is not bool):

@@ -14,7 +14,7 @@ from scalelong.diffusion.process import EDM, Flow, VariancePreserving
 from scalelong.diffusion.sampling import scheduler_for
 from scalelong.diffusion.solvers import EDM_SIGMAS
 from scalelong.diffusion.targets import SIGMA_DATA
-from scalelong.experiment import LoadedRun, autoencoder_of, encoder_of, process_of
+from scalelong.experiment import LoadedRun, autoencoder_of, encoder_of, noise_is_all, process_of
 from scalelong.saving import load, read_config, recorded_scaling
 from scalelong.skips.apply import scaling_of
 
@@ -66,6 +66,11 @@ def _scheduler(run: LoadedRun) -> Any:
     from diffusers import EDMDPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
     process = process_of(run.config)
+    if run.config.latents is not None and noise_is_all(process):
+        raise ValueError(
+            f"a pipeline draws by DDIM, which cannot draw latents of the {process.name} schedule from predictions "
+            "of the noise; train with --set target=v, or draw with scalelong sample."
+        )
     if isinstance(process, EDM):
         return EDMDPMSolverMultistepScheduler(
             sigma_min=EDM_SIGMAS[0], sigma_max=EDM_SIGMAS[1], sigma_data=SIGMA_DATA

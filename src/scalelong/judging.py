@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from scalelong import experiment
 from scalelong.config import RunConfig, resolved_for
@@ -38,6 +38,11 @@ def judge_quality(
     on_pixels = features.name == "pixels"
     reference = reference_of(store, features, None if on_pixels else statistics_folder())
     context = text_of(store).context() if config.data.condition == "text" else None
+    labels = experiment.labels_like(store, range(num)) if config.data.condition == "class" else None
+
+    def classes_of(first: int, count: int) -> Tensor | None:
+        return None if labels is None else labels[first : first + count]
+
     networks: dict[nn.Module, nn.Module] = {}  # built once: averages are swapped into the same model
 
     def figures_of(model: nn.Module, walk: Walk) -> dict[str, float]:
@@ -45,7 +50,7 @@ def judge_quality(
             networks[model] = experiment.for_sampling(model, num * steps)
         how: dict[str, Any] = {"seed": SEED, "steps": steps, "context": context, "progress": walk}
         drawn = (
-            experiment.draw(config, networks[model], count, first=first, **how)
+            experiment.draw(config, networks[model], count, first=first, labels=classes_of(first, count), **how)
             for first, count in batches(num, 500)
         )
         found = quality_of(drawn, reference, features, "")

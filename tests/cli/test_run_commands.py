@@ -193,6 +193,7 @@ def test_bad_usage_exits_2_with_a_sentence(args, says, monkeypatch, capsys, tmp_
 def test_bad_requests_to_a_run(trained, data, monkeypatch, capsys):
     for args, says in (
         (["--ema", "0.5"], "keeps the averages 0.9, got 0.5"),
+        (["--out", "x.psd"], "--out is a picture such as grid.png or grid.jpg, got 'x.psd'"),
         (["--sampler", "euler"], "unknown sampler 'euler'"),
         (["--steps", "0"], "1 … 1000, got 0"),
         (["--class", "7"], "--class is in 0 … 1 or one of cat, dog for this run, got 7"),
@@ -294,6 +295,24 @@ def test_evaluate_wants_the_data_of_the_run(trained, monkeypatch, capsys, tmp_pa
     assert code == 2
     assert "the run draws images of 8×8×3, and" in error
     assert "holds 8×8×1; give the data that the run was trained on with --data" in error
+
+
+def test_evaluate_wants_the_classes_of_the_run(trained, data, monkeypatch, capsys, tmp_path):
+    (tmp_path / "pictures").mkdir()
+    for old, new in (("cat", "cat"), ("dog", "eel")):
+        (tmp_path / "pictures" / new).symlink_to(data / "pictures" / old)
+    run("prepare", tmp_path / "pictures", "--size", 8, "--out", tmp_path / "store")
+    for how in (["--loss"], ["--features", "pixels", "-n", 8]):
+        code, error = fails(monkeypatch, capsys, "evaluate", trained, "--data", tmp_path / "store", *how)
+        assert code == 2
+        assert "class 1 is dog in the run and eel in" in error
+
+
+def test_a_recipe_without_its_data_says_what_it_trains_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    args = ["train", "cifar10-uvit-xs", "--out", tmp_path / "run", *TINY, "--set", "train.steps=1"]
+    result = CliRunner().invoke(app, [*map(str, args), "--set", "sampling.steps=1"], catch_exceptions=False)
+    assert "no --data: cifar10-uvit-xs is trained on scikit-learn's digits, not on CIFAR-10" in result.stderr
 
 
 def test_settings_that_cannot_be_leave_no_folder_to_stumble_over(data, tmp_path, monkeypatch, capsys):

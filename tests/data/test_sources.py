@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import lzma
+import os
 import pickle
 import tarfile
 from pathlib import Path
@@ -70,6 +71,27 @@ def test_a_flat_folder_has_no_labels_and_subfolders_are_classes(tmp_path):
     ]
     for item, seed in zip(flat.items(), range(3), strict=True):
         np.testing.assert_array_equal(item.image, picture(seed=seed))
+
+
+def test_linked_folders_count_and_hidden_ones_do_not(tmp_path):
+    for name in ("cat", "dog"):
+        save(tmp_path / "all" / name / "0.png", picture())
+    some = tmp_path / "some"
+    save(some / "owl" / "0.png", picture())
+    save(some / ".ipynb_checkpoints" / "0.png", picture())
+    for name in ("cat", "dog"):
+        (some / name).symlink_to(tmp_path / "all" / name)
+    (some / "owl" / "up").symlink_to(some)  # and so on for ever
+    source = open_source(str(some))
+    assert source.classes == ["cat", "dog", "owl"]
+    assert [item.label for item in source.items()] == [0, 1, 2]
+
+
+def test_a_class_whose_name_is_no_text_is_refused_before_anything_is_decoded(tmp_path):
+    place = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    save(place / "0.png", picture())
+    with pytest.raises(SourceError, match="is no text in UTF-8; rename it"):
+        open_source(str(tmp_path))
 
 
 def test_size_takes_the_centre_square(tmp_path):
@@ -218,10 +240,14 @@ def test_captions_of_a_parquet_file(tmp_path):
     with pytest.raises(SourceError, match="has no column 'words'; it has image, text: use --caption-column"):
         open_source(str(tmp_path / "one.parquet"), caption_column="words")
     write_parquet(tmp_path / "gap.parquet", [*one, {"image": one[0]["image"], "text": None}])
-    assert (
-        "in the column 'text', captions are a text or a list of some, got None"
-        in all_items(tmp_path / "gap.parquet")[3].error
+    assert all_items(tmp_path / "gap.parquet")[3].captions == ()
+    write_parquet(
+        tmp_path / "gaps.parquet", [{"image": one[0]["image"], "text": told} for told in (["a"], [], None)]
     )
+    assert [item.captions for item in all_items(tmp_path / "gaps.parquet")] == [("a",), (), ()]
+    write_parquet(tmp_path / "numbers.parquet", [{"image": one[0]["image"], "text": 3}])
+    (wrong,) = all_items(tmp_path / "numbers.parquet")
+    assert "in the column 'text', captions are a text or a list of some, got 3" in wrong.error
 
 
 @pytest.mark.skipif(not (SHARED / "coco64").is_dir(), reason="the small COCO is not at hand")

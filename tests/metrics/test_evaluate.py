@@ -49,6 +49,12 @@ def test_the_reference_is_the_whole_data_and_is_cached_by_checksum(store, tmp_pa
     assert torch.equal(first.features, second.features)
 
 
+def test_a_place_where_nothing_can_be_written_costs_no_features(store, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="the statistics of the data are not kept for the next time"):
+        assert reference_of(store, PixelFeatures(), tmp_path / "file").moments.count == 1797
+
+
 def test_batches_cover_the_total():
     assert list(batches(7, 3)) == [(0, 3), (3, 3), (6, 1)]
 

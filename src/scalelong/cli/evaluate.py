@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,6 +99,10 @@ def evaluate(
     settings = "{sampler}, {steps} steps, w = {guidance}".format(**how) + f", {precision}, seed {seed}, {weights}"
     with opened_data(data, dry_run) as store:
         _check_size(loaded.config, store)
+        by_class = loaded.config.data.condition == "class"
+        if by_class:
+            _check_classes(loaded, store)
+            settings += ", classes as in the data"
         context = _context(loaded, store)
         if loss or caption_check:
             if dry_run:
@@ -115,7 +120,9 @@ def evaluate(
         with joined(device) as world:
             reference = _shared_reference(store, network, world)
             drawer = experiment.for_sampling(loaded.model, num * how["steps"])
-            samples = _drawn(loaded.config, drawer, world.share(num), batch, seed=seed, context=context, **how)
+            share = world.share(num)
+            labels = experiment.labels_like(store, share) if by_class else None
+            samples = _drawn(loaded.config, drawer, share, batch, labels, seed=seed, context=context, **how)
             quality = quality_of(samples, reference, network, settings, world, _say_next)
     print_result(
         {"run": str(run), "step": loaded.step, "ema": loaded.ema_rate, **quality.as_dict()},
@@ -209,13 +216,30 @@ def _about(run: Path, loaded: LoadedRun, store: Store) -> dict[str, Any]:
     return {"run": str(run), "data": str(store.folder), "step": loaded.step, "ema": loaded.ema_rate}
 
 
-def _drawn(config: RunConfig, network: nn.Module, share: range, batch: int, **how: Any) -> Iterator[Tensor]:
+def _drawn(
+    config: RunConfig, network: nn.Module, share: range, batch: int, labels: Tensor | None, **how: Any
+) -> Iterator[Tensor]:
     from scalelong import experiment
     from scalelong.metrics.evaluate import batches
 
     chunks = list(batches(len(share), batch))
     for first, count in tracked(chunks, len(chunks), f"sampling {len(share)} images"):
-        yield experiment.draw(config, network, count, first=share.start + first, **how)
+        told = None if labels is None else labels[first : first + count]
+        yield experiment.draw(config, network, count, first=share.start + first, labels=told, **how)
+
+
+def _check_classes(loaded: LoadedRun, store: Store) -> None:
+    """Number 3 is another class there than here, or none: samples and losses would be of the wrong ones."""
+    if loaded.class_names is not None and store.manifest.classes is not None:
+        pairs = enumerate(zip_longest(loaded.class_names, store.manifest.classes))
+        for number, (ours, theirs) in pairs:
+            if ours != theirs:
+                raise ValueError(
+                    f"class {number} is {ours or 'not there'} in the run and {theirs or 'not there'} in "
+                    f"{store.folder}; prepare data with the classes of the training."
+                )
+    elif not store.num_classes:
+        raise ValueError(f"the run draws by class, and {store.folder} has none; give data with classes.")
 
 
 def _check_size(config: RunConfig, store: Store) -> None:

@@ -99,9 +99,10 @@ def _published_text(data: PublishedData) -> dict[str, Any] | None:
 def training_plan(config: RunConfig, store: Store, out: Path, device: str) -> Plan:
     """What `train` would do with a config on this data and device, and what a step of it costs."""
     from scalelong.costs import costs_of
+    from scalelong.world import rank_and_size
 
     plan, fitted = _run_plan(config, store, out, device)
-    costs = costs_of(fitted)
+    costs = costs_of(fitted, rank_and_size()[1])
     return {**plan, "precision": fitted.train.precision, "costs": costs.as_dict()}
 
 
@@ -110,10 +111,15 @@ def _run_plan(config: RunConfig, store: Store, out: Path, device: str) -> tuple[
     from scalelong.config import resolved_for, to_dict
     from scalelong.costs import state_bytes
     from scalelong.presets import model_preset
+    from scalelong.world import World, rank_and_size
 
     config = experiment.fitted_to(config, store)
-    config = replace(config, train=resolved_for(config.train, device))
+    world = World(*rank_and_size())
+    config = replace(config, train=resolved_for(config.train, device, world.size))
+    world.part(config.train.batch_size, config.train.accumulate)
     experiment.check_drawing(config)
+    if store.manifest.sha256:
+        experiment.autoencoder_of(config, device)
     # Data that a recipe was published with are planned for without being at hand.
     data = experiment.data_of(config, store) if store.manifest.sha256 else None
     experiment.check_folder(config, out, data=data)

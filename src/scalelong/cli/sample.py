@@ -149,5 +149,5 @@ def _check_picture(out: Path) -> None:
     from PIL import Image
 
     check_output_file(out, "grid.png")
-    if out.suffix.lower() not in Image.registered_extensions():
+    if Image.registered_extensions().get(out.suffix.lower()) not in Image.SAVE:
         raise ValueError(f"--out is a picture such as grid.png or grid.jpg, got {str(out)!r}.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scalelong.cli.common import is_first_process, print_result, progress_bar, say_warm_up
-from scalelong.cli.plan import opened_data, training_plan, training_text
+from scalelong.cli.plan import opened_data, published_data, training_plan, training_text
 
 if TYPE_CHECKING:
     from scalelong.config import RunConfig
@@ -101,6 +101,12 @@ def train(
         config = experiment.with_autoencoder(experiment.fitted_to(config, store), autoencoder)
         if evaluate_every is not None:
             check_images(features, store.manifest.height * store.manifest.width * store.manifest.channels)
+        if data is None and not dry_run and is_first_process() and (meant := published_data(preset)) is not None:
+            typer.echo(
+                f"warning: no --data: {preset} is trained on scikit-learn's digits, not on {meant.folder}; prepare "
+                "images and give their folder.",
+                err=True,
+            )
         _say_null_class(config, run_preset(preset).data.label_dropout)
         say_warm_up(config)
         if held_out is not None:

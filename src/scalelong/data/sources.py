@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -143,9 +144,10 @@ def _fixed(own: int, size: int | None) -> int:
 
 def image_folder(folder: Path, decoder: Decoder) -> Source:
     """Every image below a folder. First-level subfolders, where all images are in some, are the classes."""
-    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+    below = sorted(_files_below(folder))
+    files = [p for p in below if p.suffix.lower() in IMAGE_SUFFIXES]
     if not files:
-        others = sorted({p.suffix or "(no suffix)" for p in folder.rglob("*") if p.is_file()})[:6]
+        others = sorted({p.suffix or "(no suffix)" for p in below})[:6]
         raise SourceError(
             f"no images in {folder}: looked for {', '.join(IMAGE_SUFFIXES)} below it, found "
             f"{', '.join(others) if others else 'no files'}."
@@ -153,6 +155,8 @@ def image_folder(folder: Path, decoder: Decoder) -> Source:
         )
     tops = [p.relative_to(folder).parts[0] if len(p.relative_to(folder).parts) > 1 else None for p in files]
     labelled = [top for top in tops if top is not None]
+    if unnamed := [top for top in labelled if not _is_text(top)]:
+        raise SourceError(f"the name of the class folder {unnamed[0]!r} is no text in UTF-8; rename it.")
     if labelled and len(labelled) < len(files):
         loose = files[tops.index(None)].name
         raise SourceError(
@@ -172,6 +176,26 @@ def image_folder(folder: Path, decoder: Decoder) -> Source:
         classes,
         lambda: in_threads(item, zip(files, tops, strict=True)),
     )
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Through linked folders, too, as subsets are often made of links; nothing hidden, and no link back up."""
+    for place, folders, names in os.walk(folder, followlinks=True):
+        above = {os.path.realpath(place), *map(str, Path(os.path.realpath(place)).parents)}
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and os.path.realpath(os.path.join(place, name)) not in above
+        ]
+        yield from (file for name in names if not name.startswith(".") and (file := Path(place, name)).is_file())
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 # Tables
@@ -257,7 +281,9 @@ def _table_item(job: tuple[int, dict[str, Any]], decoder: Decoder, image: str, c
     if captions is None:
         return decoder.item(name, data, record.get("label"))
     try:
-        return decoder.item(name, data, record.get("label"), captions=as_captions(record[captions]))
+        found = record[captions]
+        told = () if found is None or found == [] else as_captions(found)
+        return decoder.item(name, data, record.get("label"), captions=told)
     except ValueError as error:
         return Item(name, None, None, f"in the column {captions!r}, {error}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,7 +69,10 @@ def reference_of(
     parts = (images_of(store, start, batch) for start in progress(starts, len(starts)))
     reference = _collect((features(images) for images in parts), chosen_of(len(store)))
     if file is not None:
-        _write(file, reference)
+        try:
+            _write(file, reference)
+        except OSError as error:
+            warnings.warn(f"the statistics of the data are not kept for the next time: {error}.", stacklevel=2)
     return reference
 
 

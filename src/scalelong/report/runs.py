@@ -62,7 +62,7 @@ class Run(Record):
 def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
     """Read a run folder; what is missing is named. `may_be_empty`: a run that has logged nothing is one too."""
     try:
-        config = from_dict(RunConfig, json.loads((folder / "config.json").read_text()))
+        config = from_dict(RunConfig, json.loads((folder / "config.json").read_text(encoding="utf-8")))
         environment = json.loads((folder / "environment.json").read_text())
         rows = read_metrics(folder)
     except (FileNotFoundError, NotADirectoryError) as error:

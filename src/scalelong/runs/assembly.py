@@ -55,8 +55,25 @@ def fitted_to(config: RunConfig, store: Store) -> RunConfig:
         if not store.num_classes:
             raise ValueError(f"data.condition=class needs labels, and {store.folder} has none.")
         changes["num_class_embeds"] = store.num_classes + (config.data.label_dropout > 0)  # the last one is null
+    elif "num_class_embeds" in model_preset(config.model.preset).config:
+        changes["num_class_embeds"] = None
     changes |= _text_changes(config, store)
+    _check_halves(config, seen.height, seen.width)
     return replace(config, model=replace(config.model, changes=changes))
+
+
+def _check_halves(config: RunConfig, *sides: int) -> None:
+    """A UNet halves its image from block to block, and joins what it doubles on the way back."""
+    preset = model_preset(config.model.preset)
+    if preset.backbone != "unet":
+        return
+    blocks = {**preset.config, **config.model.changes}["block_out_channels"]
+    least = 2 ** (len(blocks) - 1)
+    if any(side % least for side in sides):
+        raise ValueError(
+            f"a UNet of {len(blocks)} blocks takes images whose sides are multiples of {least}, got "
+            f"{'×'.join(map(str, sides))}; prepare them with another --size."
+        )
 
 
 def _text_changes(config: RunConfig, store: Store) -> dict[str, Any]:

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from scalelong.config import LatentConfig, RunConfig
 from scalelong.data.contexts import Context, KeptText, check_same_encoder
 from scalelong.data.latents import Autoencoder, AutoencoderError, fingerprint, load_autoencoder
+from scalelong.data.random import permutation
+from scalelong.data.store import Store
+from scalelong.diffusion.process import Cosine, Process
 from scalelong.diffusion.sampling import check_request, sample
 from scalelong.runs.assembly import num_classes, process_of
 from scalelong.world import default_device
@@ -36,12 +39,15 @@ def draw(
 ) -> Tensor:
     """Samples `first` … `first + count - 1` of a seed: [count, C, H, W] in [-1, 1], latents decoded.
 
-    A class-conditional model without labels draws each class in turn. A text model needs a context, whose texts it
-    draws in turn: of prompts (`encode_prompts`), of the captions that a run keeps (`LoadedRun.text.context`) or
-    of a store's (`Store.text.context()`). Sampler, steps and guidance are the run's own, unless others are given.
+    A class-conditional model without labels draws each class in turn (`labels_like`: as often as data have them). A
+    text model needs a context, whose texts it draws in turn: of prompts (`encode_prompts`), of the captions that a
+    run keeps (`LoadedRun.text.context`) or of a store's (`Store.text.context()`). Sampler, steps and guidance are
+    the run's own, unless others are given.
     """
     how = {**asdict(config.sampling), **how}
     check_drawing(config, **{key: how[key] for key in asdict(config.sampling)})
+    if count == 0:  # of a process that has no share in few images
+        return torch.empty(0, *_image_shape(config))
     model.eval()
     device = next(model.parameters()).device
     indices = torch.arange(first, first + count, device=device)
@@ -53,6 +59,13 @@ def draw(
     how["clip"] = decoder is None
     drawn = sample(model, process_of(config), indices, shape, seed=seed, labels=labels, **how)
     return drawn if decoder is None else decoder.decoded(drawn)
+
+
+def labels_like(store: Store, indices: range) -> Tensor:
+    """The classes of samples that are compared with data: as often as they are there, in an order of no meaning."""
+    assert store.labels is not None
+    order = permutation(0, "classes", 0, len(store))
+    return torch.from_numpy(store.labels[order[torch.tensor(indices) % len(store)].numpy()])
 
 
 def _context_for(config: RunConfig, context: Context | None, indices: Tensor) -> Tensor:
@@ -72,6 +85,12 @@ def check_drawing(
     sampler, steps = sampler or own.sampler, own.steps if steps is None else steps
     guidance = own.guidance if guidance is None else guidance
     check_request(process_of(config), sampler, steps, guidance, config.data.condition != "none")
+    process = process_of(config)
+    if config.latents is not None and sampler in ("ddim", "ddpm") and noise_is_all(process):
+        raise ValueError(
+            f"{sampler} begins where the {process.name} schedule leaves nothing of the image, from which its noise "
+            "says nothing of it, and latents cannot be clipped; take dpm++ or heun, or train with --set target=v."
+        )
     if guidance != 1 and config.data.label_dropout == 0:
         raise ValueError(
             f"guidance needs a run that also learned to draw without a class or text, and this one was trained "
@@ -79,10 +98,23 @@ def check_drawing(
         )
 
 
+def noise_is_all(process: Process) -> bool:
+    """Whether at the largest noise its prediction tells nothing of the image: σ/α is 2·10⁴ under the cosine."""
+    return isinstance(process, Cosine) and process.target == "epsilon"
+
+
 def _drawn_shape(config: RunConfig) -> tuple[int, int, int]:
     """Channels, height and width of what the network draws."""
     channels, size = config.model.changes["in_channels"], config.model.changes["sample_size"]
     height, width = (size, size) if isinstance(size, int) else size
+    return channels, height, width
+
+
+def _image_shape(config: RunConfig) -> tuple[int, int, int]:
+    """Channels, height and width of an image, latents decoded."""
+    if config.latents is None:
+        return _drawn_shape(config)
+    height, width, channels = config.latents.image_shape
     return channels, height, width
 
 

@@ -103,7 +103,7 @@ def read_config(folder: Path) -> RunConfig:
             f"{folder} is no run folder: it has no {CONFIG}. scalelong train --out {folder} makes one."
         )
     try:
-        return from_dict(RunConfig, json.loads(file.read_text()))
+        return from_dict(RunConfig, json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file}: {error}") from error
 
@@ -137,11 +137,21 @@ def check_folder(config: RunConfig, out: Path, text: KeptText | None = None, dat
         raise ValueError(f"{out} is not empty and holds no run; choose another --out.")
 
 
+class _Absent:
+    def __repr__(self) -> str:
+        return "not set"
+
+
+_ABSENT = _Absent()  # which None is not
+
+
 def _differences(before: Any, now: Any, where: str = "") -> list[str]:
     if isinstance(before, dict) and isinstance(now, dict):
         keys = sorted(before.keys() | now.keys())
         return [
-            d for key in keys for d in _differences(before.get(key), now.get(key), f"{where}.{key}".lstrip("."))
+            d
+            for key in keys
+            for d in _differences(before.get(key, _ABSENT), now.get(key, _ABSENT), f"{where}.{key}".lstrip("."))
         ]
     return [f"{where} was {before!r} and is {now!r}"] if before != now else []
 

@@ -20,8 +20,8 @@ class NonFiniteError(FloatingPointError):
 
     def __init__(self, step: int, what: str, culprit: str, advice: str = "") -> None:
         advice = advice or (
-            f"The weights are those of step {step}, before the bad update. A lower train.lr, train.clip_norm=1, "
-            "bf16 in place of fp16 or a skip scaling may help."
+            f"The weights are those of step {step}, before the bad update. A run with a lower "
+            "train.lr, train.clip_norm=1, bf16 in place of fp16 or a skip scaling may go better (--out elsewhere)."
         )
         super().__init__(f"step {step}: the {what} is not finite; {culprit}. {advice}")
         self.step = step
