@@ -121,16 +121,15 @@ class Pulse:
     @torch.no_grad()
     def glance(self, loss: Tensor) -> Values:
         """The loss, the first gradients and the first output, in the order of `names`; for a CPU: it waits."""
-        norms, total = self._gradients()
-        seen = {0: loss.float().reshape(()), self.telling - 1: total, **dict(enumerate(norms[:_FIRST], start=1))}
-        seen |= {self.telling + self.blocks.index(block): norm for block, norm in self._norms.items()}
-        there = {place: value for place, value in seen.items() if value is not None}
         values = np.full(len(self.names), UNSEEN, dtype=np.float32)
-        values[list(there)] = torch.stack(list(there.values())).tolist()
-        values[self.telling - 1] = _only_if_bad(float(values[self.telling - 1]))
-        for block, size in self._sizes.items():
-            values[self.telling + self.blocks.index(block)] /= size**0.5
+        values[0] = loss.item()
+        for block, norm in self._norms.items():
+            values[self.telling + self.blocks.index(block)] = norm.item() / self._sizes[block] ** 0.5
         self._norms, self._sizes, self._peaks = {}, {}, {}
+        norms, total = self._gradients()
+        for place, first in enumerate(norms[:_FIRST], start=1):
+            values[place] = UNSEEN if first is None else first.item()
+        values[self.telling - 1] = _only_if_bad(UNSEEN if total is None else total.item())
         return values
 
     @torch.no_grad()
