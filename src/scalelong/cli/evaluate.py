@@ -100,9 +100,10 @@ def evaluate(
     with opened_data(data, dry_run) as store:
         _check_size(loaded.config, store)
         by_class = loaded.config.data.condition == "class"
-        if by_class:
+        if by_class and store.num_classes:
             _check_classes(loaded, store)
-            settings += ", classes as in the data"
+        if by_class:
+            settings += ", classes as in the data" if store.num_classes else ", each class in turn"
         context = _context(loaded, store)
         if loss or caption_check:
             if dry_run:
@@ -121,7 +122,7 @@ def evaluate(
             reference = _shared_reference(store, network, world)
             drawer = experiment.for_sampling(loaded.model, num * how["steps"])
             share = world.share(num)
-            labels = experiment.labels_like(store, share) if by_class else None
+            labels = experiment.labels_like(store, share) if by_class and store.num_classes else None
             samples = _drawn(loaded.config, drawer, share, batch, labels, seed=seed, context=context, **how)
             quality = quality_of(samples, reference, network, settings, world, _say_next)
     print_result(
@@ -229,17 +230,15 @@ def _drawn(
 
 
 def _check_classes(loaded: LoadedRun, store: Store) -> None:
-    """Number 3 is another class there than here, or none: samples and losses would be of the wrong ones."""
-    if loaded.class_names is not None and store.manifest.classes is not None:
-        pairs = enumerate(zip_longest(loaded.class_names, store.manifest.classes))
-        for number, (ours, theirs) in pairs:
-            if ours != theirs:
-                raise ValueError(
-                    f"class {number} is {ours or 'not there'} in the run and {theirs or 'not there'} in "
-                    f"{store.folder}; prepare data with the classes of the training."
-                )
-    elif not store.num_classes:
-        raise ValueError(f"the run draws by class, and {store.folder} has none; give data with classes.")
+    """Number 3 may be another class there than here: samples and losses would be of the wrong one."""
+    there = store.manifest.classes or []
+    here = loaded.class_names or there[: loaded.num_classes]  # an old run keeps no names
+    for number, (ours, theirs) in enumerate(zip_longest(here, there)):
+        if ours != theirs:
+            raise ValueError(
+                f"class {number} is {ours or 'not there'} in the run and {theirs or 'not there'} in "
+                f"{store.folder}; prepare data with the classes of the training."
+            )
 
 
 def _check_size(config: RunConfig, store: Store) -> None:
