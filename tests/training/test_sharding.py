@@ -160,7 +160,8 @@ def test_low_precision_is_that_of_autocast(data, tmp_path):
         sharded(data, {tmp_path / parallel: settings}, 2, tmp_path, parallel=parallel)
     for path in (("loss",), ("gradient norm",)):
         a, b = (torch.tensor(series(tmp_path / name, *path)) for name in ("fsdp", "ddp"))
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        # Sums of gradients differ in their last bit, and a weight may round to its other bf16 neighbour by it.
+        torch.testing.assert_close(a, b, rtol=5e-5, atol=1e-6)
     assert all(t.dtype == torch.float32 for t in tensors_of(tmp_path / "fsdp")[1].values())
 
 
