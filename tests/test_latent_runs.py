@@ -1,5 +1,6 @@
 """Runs on latents from pictures to a pipeline: trained, halted, resumed, drawn from, judged, exported."""
 
+import copy
 import json
 import re
 import shutil
@@ -146,6 +147,8 @@ def test_a_process_without_a_share_draws_none_and_cosine_noise_is_not_exported(t
     loaded = experiment.load_run(trained, device="cpu")
     image = experiment.draw(loaded.config, loaded.model, 1, steps=1)
     assert experiment.draw(loaded.config, loaded.model, 0).shape == (0, *image.shape[1:])
+    elsewhere = copy.deepcopy(loaded.model).to("meta")  # processes hand each other what lies on their devices
+    assert experiment.draw(loaded.config, elsewhere, 0).is_meta
     cosine = replace(loaded.config, process="cosine")
     with pytest.raises(ValueError, match=r"DDIM, which cannot draw latents of the cosine schedule.*target=v"):
         export(replace(loaded, config=cosine), tmp_path / "out")

@@ -76,9 +76,8 @@ def evaluate(
     A run on text draws the captions of that data.
     """
     from scalelong import experiment
-    from scalelong.metrics.evaluate import quality_of
     from scalelong.metrics.features import check_images, check_kind, features_named
-    from scalelong.world import joined, local_device, rank_and_size
+    from scalelong.world import local_device, rank_and_size
 
     check_kind(features, inception)
     if loss and caption_check:
@@ -99,11 +98,7 @@ def evaluate(
     settings = "{sampler}, {steps} steps, w = {guidance}".format(**how) + f", {precision}, seed {seed}, {weights}"
     with opened_data(data, dry_run) as store:
         _check_size(loaded.config, store)
-        by_class = loaded.config.data.condition == "class"
-        if by_class and store.num_classes:
-            _check_classes(loaded, store)
-        if by_class:
-            settings += ", classes as in the data" if store.num_classes else ", each class in turn"
+        settings += _classes_told(loaded, store)
         context = _context(loaded, store)
         if loss or caption_check:
             if dry_run:
@@ -118,20 +113,54 @@ def evaluate(
             print_result(plan, as_json, evaluation_text(plan))
             return
         network = features_named(features, inception, device)
-        with joined(device) as world:
-            reference = _shared_reference(store, network, world)
-            drawer = experiment.for_sampling(loaded.model, num * how["steps"])
-            share = world.share(num)
-            labels = experiment.labels_like(store, share) if by_class and store.num_classes else None
-            samples = _drawn(loaded.config, drawer, share, batch, labels, seed=seed, context=context, **how)
-            quality = quality_of(samples, reference, network, settings, world, _say_next)
+        _measure_quality(
+            run, loaded, store, network, settings, num, batch, as_json, seed=seed, context=context, **how
+        )
+
+
+def _measure_quality(
+    run: Path,
+    loaded: LoadedRun,
+    store: Store,
+    network: Features,
+    settings: str,
+    num: int,
+    batch: int,
+    as_json: bool,
+    **how: Any,
+) -> None:
+    """Samples against data; several processes share the samples out."""
+    from scalelong import experiment
+    from scalelong.metrics.evaluate import quality_of
+    from scalelong.world import joined
+
+    with joined(str(next(loaded.model.parameters()).device)) as world:
+        reference = _shared_reference(store, network, world)
+        drawer = experiment.for_sampling(loaded.model, num * how["steps"])
+        share = world.share(num)
+        labels = experiment.labels_like(store, share) if _draws_like(loaded, store) else None
+        samples = _drawn(loaded.config, drawer, share, batch, labels, **how)
+        quality = quality_of(samples, reference, network, settings, world, _say_next)
     print_result(
         {"run": str(run), "step": loaded.step, "ema": loaded.ema_rate, **quality.as_dict()},
         as_json,
-        f"{'FID' if features == 'inception' else 'Fréchet distance'} {quality.fid:.4g}, "
+        f"{'Fréchet distance' if network.name == 'pixels' else 'FID'} {quality.fid:.4g}, "
         f"KID {quality.kid:.3g} ± {quality.kid_deviation:.2g}, precision {quality.precision:.3f}, "
         f"recall {quality.recall:.3f}\n({quality.protocol})" + f"\n{quality.caution}".rstrip(),
     )
+
+
+def _draws_like(loaded: LoadedRun, store: Store) -> bool:
+    """Whether samples are of classes, and the data tell how often of each."""
+    return loaded.config.data.condition == "class" and store.num_classes > 0
+
+
+def _classes_told(loaded: LoadedRun, store: Store) -> str:
+    """What the protocol says of classes; data with other ones than the run's are refused."""
+    if _draws_like(loaded, store):
+        _check_classes(loaded, store)
+        return ", classes as in the data"
+    return ", each class in turn" if loaded.config.data.condition == "class" else ""
 
 
 def _say_next(distance: str) -> None:

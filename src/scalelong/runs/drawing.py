@@ -46,10 +46,10 @@ def draw(
     """
     how = {**asdict(config.sampling), **how}
     check_drawing(config, **{key: how[key] for key in asdict(config.sampling)})
-    if count == 0:  # of a process that has no share in few images
-        return torch.empty(0, *_image_shape(config))
-    model.eval()
     device = next(model.parameters()).device
+    if count == 0:  # of a process that has no share in few images
+        return torch.empty(0, *_image_shape(config), device=device)
+    model.eval()
     indices = torch.arange(first, first + count, device=device)
     if config.data.condition == "class":
         labels = indices % num_classes(config) if labels is None else labels.to(device)  # type: ignore[operator]
