@@ -54,7 +54,7 @@ ALLOWED = {
     "held_out": {"config", "data", "experiment"},
     "caption_check": {"config", "data", "held_out"},
     "judging": {"config", "data", "experiment", "held_out", "metrics", "world"},
-    "runs": {"runs", "backbones", "config", "data", "diffusion", "presets", "training", "world"},
+    "runs": {"runs", "backbones", "config", "data", "diffusion", "presets", "saving", "skips", "training", "world"},
     "experiment": {"config", "data", "runs", "training", "world"},
     "world": set(),
     "__main__": {"cli"},

@@ -44,12 +44,13 @@ def _require(holds: bool, rule: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A model preset by name, changes to its arguments, and the scaling of its skips."""
+    """A model preset by name, changes to its arguments, and the scaling of its skips, as `apply` takes it."""
 
     preset: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     scaling: str = "none"
     placement: str = "concat"
+    keep_function: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scaling", str(parse_scaling(self.scaling)))

@@ -24,6 +24,7 @@ from scalelong.data.contexts import kept_text
 from scalelong.data.prepare import digits_folder, open_data
 from scalelong.data.store import Store
 from scalelong.runs.assembly import build_model, fitted_to, loader_for, num_classes, process_of
+from scalelong.runs.beginning import Beginning, Branch, Weights, as_begun, beginning_in
 from scalelong.runs.claim import claimed
 from scalelong.runs.data import data_of
 from scalelong.runs.drawing import (
@@ -50,10 +51,15 @@ from scalelong.world import World, default_device, joined, local_device, usable_
 
 # The parts of `runs/` are asked for here too: a run is trained, loaded and drawn from by one name.
 __all__ = [
+    "Beginning",
+    "Branch",
     "Judge",
     "LoadedRun",
     "Walk",
+    "Weights",
+    "as_begun",
     "autoencoder_of",
+    "beginning_in",
     "build_model",
     "check_drawing",
     "check_folder",
@@ -92,9 +98,11 @@ def train(
     judges: Sequence[Judge] = (),
     logger: str = "tensorboard",
     stop_after_s: float = math.inf,
+    begin: Beginning = Beginning(),  # noqa: B008 - a frozen value
 ) -> bool:
     """Train a model into the folder `out`, or go on with the run that is there. True when it is done.
 
+    `begin` says where a new run takes its weights from: `Weights(...)` or `Branch(...)`; by default they are drawn.
     After `stop_after_s` seconds it is saved and stops; the same call goes on. What `judges` find about the averaged
     weights on the way is logged. `logger` is tensorboard, wandb (both) or none; metrics.jsonl is always written.
     """
@@ -103,7 +111,7 @@ def train(
     device = local_device(usable_device(device))
     _free(device)  # what a run before that ended in an error still holds
     with joined(device) as world:
-        done = _train(config, store, out, world, device, show, judges, logger, until)
+        done = _train(config, store, out, world, device, show, judges, logger, until, begin)
     _free(device)
     return done
 
@@ -124,27 +132,31 @@ def _train(
     judges: Sequence[Judge],
     logger: str,
     until: float,
+    begin: Beginning,
 ) -> bool:
-    config = fitted_to(config, store)
+    begin = beginning_in(out, begin)
+    config = fitted_to(begin.fitted(config), store)
     config = replace(config, train=resolved_for(config.train, device, world.size))
     check_drawing(config)
     text = kept_text(store) if config.data.condition == "text" else None
-    data = data_of(config, store)
+    data, begin = data_of(config, store), as_begun(begin, out)
     if world.is_first:
         check_folder(config, out, text, data)
+        begin.check(config, text)
         autoencoder_of(config, device)  # found before the first step, not at the first preview
     if config.train.parallel == "fsdp" and world.size == 1:
         warnings.warn(
             "train.parallel=fsdp shares weights out over several processes; this one has them all.", stacklevel=3
         )
     # Shards go to the device block by block: the whole model need not fit there.
-    model = build_model(config, "cpu" if is_sharded(config.train, world) else device)
+    model = begin.model(config, "cpu" if is_sharded(config.train, world) else device)
     loader = loader_for(config, store, device)
     fit = Fit(config, Stepper(model, process_of(config), loader, config.train, world), out)
     # Last: settings that cannot be leave no folder behind.
     with claimed(out) if world.is_first else contextlib.nullcontext():
         if world.is_first:
             open_run(config, out, text, data)
+            begin.enter(out)
         world.wait()
         resumed_at = fit.resume()
         if len({int(step) for step in world.gather(torch.tensor([resumed_at], device=device))}) > 1:

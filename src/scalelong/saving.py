@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,7 @@ from scalelong.skips.spec import parse_scaling
 
 _WEIGHTS = "diffusion_pytorch_model"
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+_NOTHING: Mapping[str, Any] = {}
 _ALIGNMENT = 64  # bytes: torch's own on the CPU
 
 
@@ -39,11 +40,12 @@ def load(
     if kwargs.pop("output_loading_info", False):
         raise ValueError("load returns the model alone; leave output_loading_info out.")
     hub = {name: kwargs.pop(name) for name in _HUB_ARGUMENTS if name in kwargs}
-    folder = _local_folder(path, subfolder, hub)
+    folder = local_folder(path, subfolder, hub)
     config = read_config(folder)
     entry = recorded_scaling(config)
     with _quiet_about_scaling():
-        model: nn.Module = (cls or model_class(config)).from_pretrained(folder, variant=variant, **kwargs)
+        cls = cls or model_class(config["_class_name"])
+        model: nn.Module = cls.from_pretrained(folder, variant=variant, **kwargs)
     take_ownership(model)
     if entry is None or attached(model) is not None:
         return model
@@ -126,15 +128,14 @@ def recorded_scaling(config: dict[str, Any]) -> dict[str, Any] | None:
     return entry
 
 
-def model_class(config: dict[str, Any]) -> Any:
-    """The class that a config names: ours, or one of diffusers'."""
-    import diffusers
-
-    name = config["_class_name"]
+def model_class(name: str) -> Any:
+    """The class of that name: ours, or one of diffusers'."""
     if name == "UViT":
         from scalelong.backbones.uvit import UViT
 
         return UViT
+    import diffusers
+
     cls = getattr(diffusers, name, None)
     if cls is None:
         raise ValueError(
@@ -144,7 +145,8 @@ def model_class(config: dict[str, Any]) -> Any:
     return cls
 
 
-def _local_folder(path: str | Path, subfolder: str | None, hub: dict[str, Any]) -> Path:
+def local_folder(path: str | Path, subfolder: str | None = None, hub: Mapping[str, Any] = _NOTHING) -> Path:
+    """A folder as it is, or what the hub has under that name, downloaded."""
     if Path(path).is_dir():
         return Path(path) / (subfolder or "")
     if str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):

@@ -106,6 +106,80 @@ def test_a_training_stops_after_its_time_and_goes_on(data):
     assert json.loads(run(*args, "--stop-after", "5", "--json")) == {"out": str(out), "done": True, "step": 2}
 
 
+def test_a_run_goes_on_by_its_folder_alone(data):
+    out = data / "by folder"
+    run(
+        "train",
+        "digits",
+        "--data",
+        data / "store",
+        "--scaling",
+        "ls",
+        "--out",
+        out,
+        *TINY,
+        "--set",
+        "train.steps=2",
+    )
+    assert json.loads(run("train", "--out", out, "--set", "train.steps=3", "--json"))["step"] == 3
+    plan = json.loads(run("train", "--out", out, "--dry-run", "--json"))
+    assert (plan["starts_at"], plan["config"]["model"]["scaling"], plan["begins"]) == (3, "ls", None)
+
+
+def test_a_branch_goes_on_where_a_nan_ended_a_run(data, monkeypatch, capsys):
+    """A learning rate that ends in a NaN, and a lower one from the last good step on."""
+    out, better = data / "diverging", data / "better"
+    wild = ["--set", "train.steps=40", "--set", "train.warmup_steps=0", "--set", "train.lr=1e18"]
+    code, error = fails(
+        monkeypatch, capsys, "train", "digits", "--data", data / "store", "--out", out, *TINY, *wild
+    )
+    assert code == 1
+    assert "not finite" in error
+    assert "A branch goes on from there (scalelong train --branch RUN --out NEW)" in error
+    began = int(max(folder.name for folder in (out / "checkpoints").iterdir()).removeprefix("step-"))
+    args = [
+        "train",
+        "--branch",
+        out,
+        "--set",
+        "train.lr=1e-4",
+        "--set",
+        f"train.steps={began + 1}",
+        "--out",
+        better,
+    ]
+    plan = json.loads(run(*args, "--dry-run", "--json"))
+    assert plan["starts_at"] == began
+    assert plan["begins"] == f"as a branch of {out}"
+    assert f"the first {began:,} of them done, begun as a branch of" in run(*args, "--dry-run")
+    assert not better.exists()
+    code, error = fails(monkeypatch, capsys, *args, "--init", out)
+    assert (code, "a run begins by --init or by --branch" in error) == (2, True)
+
+
+def test_weights_of_another_run_are_looked_at_before_anything_is_written(trained, data, monkeypatch, capsys):
+    args = ["train", "digits", "--data", data / "store", "--init", trained, *TINY, "--out", data / "new"]
+    code, error = fails(monkeypatch, capsys, *args, "--dry-run")
+    assert code == 2
+    assert f"the weights of {trained} do not fit: label_emb.weight is" in error or "pos_embed is" in error
+    by_class = [*args, "--set", "data.condition=class", "--set", "train.steps=1"]
+    assert f"begun with the weights of {trained}" in run(*by_class, "--dry-run")
+    assert not (data / "new").exists()
+    code, error = fails(monkeypatch, capsys, *args[:5], "nowhere", *args[6:])
+    assert (code, "there is no folder 'nowhere'" in error) == (2, True)
+
+
+def test_data_that_a_run_had_and_that_are_gone_are_asked_for(data, tmp_path, monkeypatch, capsys):
+    store = Path(shutil.copytree(data / "store", tmp_path / "store"))
+    args = ["--out", tmp_path / "run", "--set", "train.steps=1"]
+    run("train", "digits", "--data", store, *TINY, *args)
+    store.rename(tmp_path / "moved")
+    code, error = fails(monkeypatch, capsys, "train", *args)
+    assert code == 2
+    assert f"which were in {store}; give their folder with --data" in error
+    run("train", "--data", tmp_path / "moved", *args)
+
+
 def test_a_class_is_asked_for_by_name_or_number(trained, data):
     assert json.loads((trained / "data.json").read_text())["classes"] == ["cat", "dog"]
     args = ["sample", trained, "--num", 1, "--steps", 1, "--out", data / "one.png"]

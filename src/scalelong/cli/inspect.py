@@ -84,7 +84,7 @@ def _from_folder(path: str) -> tuple[nn.Module, dict[str, Any] | None]:
     config = read_config(folder)
     entry = recorded_scaling(config)
     plain = {key: value for key, value in config.items() if key not in ("scalelong", "scaling", "keep_function")}
-    return model_class(config).from_config(plain), entry
+    return model_class(config["_class_name"]).from_config(plain), entry
 
 
 def _learned(handle: AppliedScaling) -> int:

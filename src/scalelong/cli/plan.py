@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from scalelong.data.latents import Autoencoder, LatentSpace
     from scalelong.data.sources import Image, Source
     from scalelong.data.store import Store
-    from scalelong.experiment import LoadedRun
+    from scalelong.experiment import Beginning, LoadedRun
     from scalelong.presets import PublishedData
 
 Plan = dict[str, Any]
@@ -96,14 +96,20 @@ def _published_text(data: PublishedData) -> dict[str, Any] | None:
     )
 
 
-def training_plan(config: RunConfig, store: Store, out: Path, device: str) -> Plan:
+def training_plan(config: RunConfig, store: Store, out: Path, device: str, begin: Beginning) -> Plan:
     """What `train` would do with a config on this data and device, and what a step of it costs."""
     from scalelong.costs import costs_of
+    from scalelong.experiment import Branch, as_begun, last_step
     from scalelong.world import rank_and_size
 
     plan, fitted = _run_plan(config, store, out, device)
+    begin = as_begun(begin, out)
+    begin.check(fitted, None)
+    begin.model(fitted, "meta")  # the weights fit, or a sentence
+    if isinstance(begin, Branch):
+        plan["starts_at"] = last_step(begin.run)
     costs = costs_of(fitted, rank_and_size()[1])
-    return {**plan, "precision": fitted.train.precision, "costs": costs.as_dict()}
+    return {**plan, "begins": begin.told(), "precision": fitted.train.precision, "costs": costs.as_dict()}
 
 
 def _run_plan(config: RunConfig, store: Store, out: Path, device: str) -> tuple[Plan, RunConfig]:
@@ -143,6 +149,7 @@ def _run_plan(config: RunConfig, store: Store, out: Path, device: str) -> tuple[
 def training_text(plan: Plan) -> str:
     """A training plan for people."""
     resumed = f", the first {plan['starts_at']:,} of them done" if plan["starts_at"] else ""
+    resumed += f", begun {plan['begins']}" if plan["begins"] else ""
     return (
         f"{json.dumps(plan['config'], indent=2, ensure_ascii=False)}\n"
         f"{_reading_text(plan)}{_costs_text(plan)}\n"

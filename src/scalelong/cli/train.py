@@ -16,11 +16,13 @@ from scalelong.cli.plan import opened_data, published_data, training_plan, train
 if TYPE_CHECKING:
     from scalelong.config import RunConfig
     from scalelong.data.store import Store
-    from scalelong.experiment import Judge
+    from scalelong.experiment import Beginning, Judge
 
 EXAMPLES = (
-    "Example: [bold]scalelong train cifar10-uvit-xs --data data/mine --scaling cs:0.7 "
-    "--set train.steps=20000 --out runs/mine[/]; the same again goes on where it stopped."
+    "Examples: [bold]scalelong train cifar10-uvit-xs --data data/mine --scaling cs:0.7 "
+    "--set train.steps=20000 --out runs/mine[/]; the same again, or [bold]scalelong train --out runs/mine[/], goes "
+    "on where it stopped. [bold]scalelong train --branch runs/mine --set train.lr=1e-4 --out runs/slower[/] goes "
+    "on with another learning rate."
 )
 
 
@@ -47,13 +49,39 @@ RECIPES = (
 
 
 def train(
-    preset: Annotated[str, typer.Argument(help=f"A recipe: {', '.join(RECIPES)}.")] = "digits",
-    data: Annotated[Path | None, typer.Option(help="A folder that prepare wrote; the digits without it.")] = None,
+    preset: Annotated[
+        str | None,
+        typer.Argument(
+            help=f"A recipe: {', '.join(RECIPES)}. By default that of the run in --out or --branch, or digits.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder that prepare wrote; by default that of the run in --out or --branch, or digits."
+        ),
+    ] = None,
     scaling: Annotated[str | None, typer.Option(help="cs:0.7, ls, 1/sqrt2, none, …")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a setting; may be given often.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; an existing run in it is resumed.")] = None,
+    init: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Begin with the weights of a run, of a model's or pipeline's folder, or of a name on the hub.",
+        ),
+    ] = None,
+    branch: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Begin at another run's newest checkpoint, optimiser and averages too, with other settings of "
+            "training: a lower learning rate, say. It stays as it is.",
+        ),
+    ] = None,
     autoencoder: Annotated[
         str | None, typer.Option(help="Where the autoencoder that made the data's latents is now, if it was moved.")
     ] = None,
@@ -86,6 +114,7 @@ def train(
     from scalelong import experiment
     from scalelong.config import with_overrides
     from scalelong.data.store import open_store
+    from scalelong.experiment import read_config
     from scalelong.held_out import check_like
     from scalelong.metrics.features import check_images, check_kind
     from scalelong.presets import run_preset
@@ -94,11 +123,14 @@ def train(
     check_logger(logger)
     check_kind(features, inception)
     overrides = [*([f"model.scaling={scaling}"] if scaling else []), *(settings or [])]
-    config = with_overrides(run_preset(preset), overrides)
-    out = out or Path("runs") / f"{preset}-{config.model.scaling.replace('/', '-').replace(':', '-')}"
+    before = None if preset else _run_to_go_on_from(out, branch)
+    config = with_overrides(run_preset(preset or "digits") if before is None else read_config(before), overrides)
+    preset, data = config.model.preset, data or (None if before is None else _data_of(before))
+    out = out or _default_folder(config, branch)
+    begin = experiment.beginning_in(out, _beginning(init, branch))
     device = experiment.usable_device(device)
     with opened_data(data, dry_run, preset) as store:
-        config = experiment.with_autoencoder(experiment.fitted_to(config, store), autoencoder)
+        config = experiment.with_autoencoder(experiment.fitted_to(begin.fitted(config), store), autoencoder)
         if evaluate_every is not None:
             check_images(features, store.manifest.height * store.manifest.width * store.manifest.channels)
         if data is None and not dry_run and is_first_process() and (meant := published_data(preset)) is not None:
@@ -112,7 +144,7 @@ def train(
         if held_out is not None:
             check_like(config, store, open_store(held_out))
         if dry_run:
-            plan = training_plan(config, store, out, device)
+            plan = training_plan(config, store, out, device, begin)
             print_result(plan, as_json, training_text(plan))
             return
         judges = []
@@ -121,7 +153,8 @@ def train(
         if evaluate_every is not None:
             judges.append(_quality(config, store, features, inception, device, evaluate_num, evaluate_every))
         stop_after_s = math.inf if stop_after is None else 60 * stop_after
-        done = _run(config, store, out, device, logger=logger, judges=judges, stop_after_s=stop_after_s)
+        how: dict[str, Any] = {"logger": logger, "judges": judges, "stop_after_s": stop_after_s, "begin": begin}
+        done = _run(config, store, out, device, **how)
     if is_first_process():
         _write_report(out)
     step = config.train.steps if done else experiment.last_step(out)
@@ -131,6 +164,40 @@ def train(
         as_json,
         f"{out}: step {step:,} of {config.train.steps:,} is saved.{again} Next: scalelong sample {out}",
     )
+
+
+def _run_to_go_on_from(out: Path | None, branch: Path | None) -> Path | None:
+    """The run whose settings are meant where no recipe is named."""
+    from scalelong.runs.folder import CONFIG
+
+    return branch or (out if out is not None and (out / CONFIG).is_file() else None)
+
+
+def _data_of(run: Path) -> Path | None:
+    """Where a run's data were when it began."""
+    from scalelong.runs.data import RunData
+
+    kept = RunData.read(run)
+    if kept is None or not Path(kept.folder).is_dir():
+        where = "" if kept is None else f", which were in {kept.folder}"
+        raise ValueError(f"{run} does not tell where its data are now{where}; give their folder with --data.")
+    return Path(kept.folder)
+
+
+def _default_folder(config: RunConfig, branch: Path | None) -> Path:
+    if branch is not None:
+        return branch.with_name(f"{branch.resolve().name}-branch")
+    return Path("runs") / f"{config.model.preset}-{config.model.scaling.replace('/', '-').replace(':', '-')}"
+
+
+def _beginning(init: str | None, branch: Path | None) -> Beginning:
+    from scalelong.experiment import Beginning, Branch, Weights
+
+    if init is not None and branch is not None:
+        raise ValueError(f"a run begins by --init or by --branch, got {init} and {branch}; choose one of them.")
+    if branch is not None:
+        return Branch(branch)
+    return Beginning() if init is None else Weights(init)
 
 
 def _say_null_class(config: RunConfig, published_dropout: float) -> None:

@@ -138,6 +138,7 @@ def build_model(config: RunConfig, device: str = "cpu") -> nn.Module:
                 config.model.preset,
                 scaling=config.model.scaling,
                 placement=config.model.placement,
+                keep_function=config.model.keep_function,
                 **config.model.changes,
             )
         except TypeError as error:

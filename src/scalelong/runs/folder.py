@@ -125,7 +125,7 @@ def check_folder(config: RunConfig, out: Path, text: KeptText | None = None, dat
             (settings["latents"] or {}).pop("autoencoder", None)
         if before != now:
             raise ValueError(
-                f"{out} holds another run: {', '.join(_differences(before, now))}. Choose another --out, or give "
+                f"{out} holds another run: {', '.join(differences(before, now))}. Choose another --out, or give "
                 "the same settings to go on with it."
             )
         if data is not None and (began_with := RunData.read(out)) is not None:
@@ -145,13 +145,14 @@ class _Absent:
 _ABSENT = _Absent()  # which None is not
 
 
-def _differences(before: Any, now: Any, where: str = "") -> list[str]:
+def differences(before: Any, now: Any, where: str = "") -> list[str]:
+    """What two configs, as dicts, differ in: a sentence for each setting."""
     if isinstance(before, dict) and isinstance(now, dict):
         keys = sorted(before.keys() | now.keys())
         return [
             d
             for key in keys
-            for d in _differences(before.get(key, _ABSENT), now.get(key, _ABSENT), f"{where}.{key}".lstrip("."))
+            for d in differences(before.get(key, _ABSENT), now.get(key, _ABSENT), f"{where}.{key}".lstrip("."))
         ]
     return [f"{where} was {before!r} and is {now!r}"] if before != now else []
 

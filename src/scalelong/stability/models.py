@@ -71,7 +71,8 @@ def _from_diffusers(name: str, folder: Path, seed: int) -> OpenedModel:
     process = "sd" if config["_class_name"] in ("UNet2DConditionModel", "HunyuanDiT2DModel") else "ddpm"
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
         return _opened(name, load(folder), process, trained=True)
-    return _opened(name, _seeded(seed, lambda: model_class(config).from_config(config)), process, trained=False)
+    cls = model_class(config["_class_name"])
+    return _opened(name, _seeded(seed, lambda: cls.from_config(config)), process, trained=False)
 
 
 def _run_config(folder: Path) -> RunConfig | None:

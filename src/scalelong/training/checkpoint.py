@@ -136,6 +136,21 @@ def _write_parts(work: Path, tensors: Mapping[str, Mapping[str, Tensor]], world:
     return {name: checksum for sums in world.gather_objects(mine) for name, checksum in sums.items()}
 
 
+def copy(found: Checkpoint, root: Path) -> None:
+    """Put a verified checkpoint into another run's folder, whole or not at all."""
+    work = root / f"{_PARTIAL}{found.folder.name}"
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        shutil.copytree(found.folder, work)
+        sync_folder(work)
+        shutil.rmtree(root / found.folder.name, ignore_errors=True)  # one that is damaged
+        work.rename(root / found.folder.name)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    sync(root)
+
+
 def _finish(work: Path, final: Path, state: Mapping[str, Any], sums: dict[str, str]) -> None:
     """Add the scalars and the manifest, and put the folder in its place."""
     if missing := [name for name in sums if not (work / name).is_file()]:

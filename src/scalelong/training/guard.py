@@ -20,8 +20,9 @@ class NonFiniteError(FloatingPointError):
 
     def __init__(self, step: int, what: str, culprit: str, advice: str = "") -> None:
         advice = advice or (
-            f"The weights are those of step {step}, before the bad update. A run with a lower "
-            "train.lr, train.clip_norm=1, bf16 in place of fp16 or a skip scaling may go better (--out elsewhere)."
+            f"The weights are those of step {step}, before the bad update. A branch goes on from there "
+            "(scalelong train --branch RUN --out NEW) with a lower train.lr, train.clip_norm=1 or bf16 in place of "
+            "fp16; a new run may go better with a skip scaling."
         )
         super().__init__(f"step {step}: the {what} is not finite; {culprit}. {advice}")
         self.step = step
