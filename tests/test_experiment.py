@@ -43,6 +43,15 @@ def test_the_data_decides_size_channels_and_classes(run):
     assert (changes["sample_size"], changes["in_channels"], changes["num_class_embeds"]) == (8, 1, 11)
 
 
+def test_what_the_data_decide_is_not_overridden_in_silence(store):  # noqa: F811
+    with pytest.raises(
+        ValueError, match=r"model\.changes\.sample_size is 32, and the data in .* decide it, which makes it 8; leave it out"
+    ):
+        experiment.fitted_to(config("model.changes.sample_size=32"), store)
+    fitted = experiment.fitted_to(config("model.changes.sample_size=8"), store)
+    assert experiment.fitted_to(fitted, store) == fitted
+
+
 def test_another_run_in_the_folder_is_refused_with_what_differs(run, store):  # noqa: F811
     with pytest.raises(ValueError, match=r"holds another run: .*model\.scaling was 'ls' and is 'cs:0.7'"):
         experiment.train(config("train.steps=6", "data.condition=class", "model.scaling=cs:0.7"), store, run)

@@ -22,6 +22,7 @@ from scalelong.experiment import fitted_to, loader_for, process_of
 
 DRAWS = 8
 _RESIDENT = 1 << 30  # bytes that may lie on the device beside a training
+_OF_THE_DATA = ("sample_size", "in_channels", "num_class_embeds")
 _BELOW_ONE = 1 - 2**-24
 Progress = Callable[[Iterable[int], int], Iterable[int]]
 
@@ -119,7 +120,9 @@ class HeldOut:
 
 def check_fits(config: RunConfig, store: Store) -> None:
     """Refuse images about which a run, fitted to its own data, cannot be asked."""
-    ours, theirs = _prepared(config), _prepared(fitted_to(config, store))
+    sizes = {name: value for name, value in config.model.changes.items() if name not in _OF_THE_DATA}
+    unfitted = replace(config, model=replace(config.model, changes=sizes))
+    ours, theirs = _prepared(config), _prepared(fitted_to(unfitted, store))
     for name, value in ours.items():
         if value != theirs[name]:
             raise ValueError(
@@ -147,7 +150,7 @@ def check_like(config: RunConfig, store: Store, held_out: Store) -> None:
 
 def _prepared(config: RunConfig) -> dict[str, Any]:
     """What a fitted config knows of how its images were prepared."""
-    found = {name: config.model.changes.get(name) for name in ("sample_size", "in_channels", "num_class_embeds")}
+    found = {name: config.model.changes.get(name) for name in _OF_THE_DATA}
     if config.latents is not None:
         latents = asdict(config.latents)
         found |= {f"latents.{name}": latents[name] for name in ("weights", "scaling_factor", "shift_factor")}

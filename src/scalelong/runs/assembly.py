@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,14 +49,16 @@ def fitted_to(config: RunConfig, store: Store) -> RunConfig:
     seen = store.manifest if config.latents is None else store.manifest.latents
     assert seen is not None
     size: Any = seen.height if seen.height == seen.width else [seen.height, seen.width]
-    changes = {**config.model.changes, "sample_size": size, "in_channels": seen.channels}
+    decided: dict[str, Any] = {"sample_size": size, "in_channels": seen.channels}
     if config.model.preset.endswith("unet"):
-        changes["out_channels"] = seen.channels
+        decided["out_channels"] = seen.channels
     if config.data.condition == "class":
         if not store.num_classes:
             raise ValueError(f"data.condition=class needs labels, and {store.folder} has none.")
-        changes["num_class_embeds"] = store.num_classes + (config.data.label_dropout > 0)  # the last one is null
-    elif "num_class_embeds" in model_preset(config.model.preset).config:
+        decided["num_class_embeds"] = store.num_classes + (config.data.label_dropout > 0)  # the last one is null
+    _check_not_asked_otherwise(config, decided, f"the data in {store.folder} decide it")
+    changes = {**config.model.changes, **decided}
+    if config.data.condition != "class" and "num_class_embeds" in model_preset(config.model.preset).config:
         changes["num_class_embeds"] = None
     changes |= _text_changes(config, store)
     _check_halves(config, seen.height, seen.width)
@@ -78,7 +81,7 @@ def _check_halves(config: RunConfig, *sides: int) -> None:
 
 def _text_changes(config: RunConfig, store: Store) -> dict[str, Any]:
     """The width and number of the text tokens that the network is built for; none where it reads no text."""
-    preset, asked = model_preset(config.model.preset), config.model.changes
+    preset = model_preset(config.model.preset)
     if config.data.condition != "text":
         if preset.backbone == "text-unet":
             raise ValueError(f"{config.model.preset} reads text; data.condition is text for it.")
@@ -87,13 +90,22 @@ def _text_changes(config: RunConfig, store: Store) -> dict[str, Any]:
         raise ValueError(f"{config.model.preset} has no place for text; take coco-unet or a U-ViT.")
     info = info_of(store)
     found = {"cross_attention_dim": info.width} | ({"text_len": info.length} if preset.backbone == "uvit" else {})
-    for name, value in found.items():
+    _check_not_asked_otherwise(
+        config,
+        found,
+        f"the contexts in {store.folder} are {info.length} tokens of width {info.width} from {info.encoder}",
+    )
+    return found
+
+
+def _check_not_asked_otherwise(config: RunConfig, decided: Mapping[str, Any], why: str) -> None:
+    """What the data decide is not overridden in silence."""
+    asked = config.model.changes
+    for name, value in decided.items():
         if asked.get(name, value) != value:
             raise ValueError(
-                f"model.changes.{name} is {asked[name]}, and the contexts in {store.folder} are {info.length} "
-                f"tokens of width {info.width} from {info.encoder}; leave the setting out."
+                f"model.changes.{name} is {asked[name]}, and {why}, which makes it {value}; leave it out."
             )
-    return found
 
 
 def _latents_of(config: RunConfig, store: Store) -> LatentConfig | None:
