@@ -45,7 +45,8 @@ def test_the_data_decides_size_channels_and_classes(run):
 
 def test_what_the_data_decide_is_not_overridden_in_silence(store):  # noqa: F811
     with pytest.raises(
-        ValueError, match=r"model\.changes\.sample_size is 32, and the data in .* decide it, which makes it 8; leave it out"
+        ValueError,
+        match=r"model\.changes\.sample_size is 32, and the data in .* decide it, which makes it 8; leave it out",
     ):
         experiment.fitted_to(config("model.changes.sample_size=32"), store)
     fitted = experiment.fitted_to(config("model.changes.sample_size=8"), store)
@@ -150,6 +151,14 @@ def test_a_run_without_a_checkpoint_says_what_to_do(run, tmp_path):
     (tmp_path / "config.json").write_text((run / "config.json").read_text())
     with pytest.raises(ValueError, match="no whole checkpoint; give the command that began it again"):
         experiment.load_run(tmp_path)
+
+
+def test_loading_a_run_leaves_the_caller_s_randomness_alone(run):
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    experiment.load_run(run, device="cpu")
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_drawing_is_by_seed_and_index(run):

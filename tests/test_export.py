@@ -56,6 +56,15 @@ def draw_elsewhere(scalelong: str, *folders: Path) -> tuple[list[str], list[np.n
     return run.stdout.splitlines(), [np.load(f"{folder}.npy") for folder in folders]
 
 
+def test_an_export_leaves_the_run_as_it_was(store, tmp_path):  # noqa: F811
+    experiment.train(config("train.steps=1", "model.scaling=cs:0.7"), store, tmp_path / "run")
+    run = experiment.load_run(tmp_path / "run", device="cpu")
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    export(run, tmp_path / "folded", fold=True)
+    assert str(scalelong.scaling_of(run.model).scaling) == "cs:0.7"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in run.model.state_dict().items())
+
+
 def test_a_uvit_runs_in_a_stock_pipeline_folded_or_not(store, tmp_path):  # noqa: F811
     experiment.train(config("train.steps=4", "model.scaling=cs:0.7"), store, tmp_path / "run")
     for name, fold in (("plain", False), ("folded", True)):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ def export(run: LoadedRun, out: Path, *, fold: bool = False, text_encoder: str |
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} already exists; choose another --out, or remove it first.")
+    run = replace(run, model=copy.deepcopy(run.model).cpu())  # whose run it is may go on with it
     scheduler, text = _scheduler(run), _text_parts(run, text_encoder)
     if fold and (handle := scaling_of(run.model)) is not None:
         handle.fold()
@@ -109,7 +112,7 @@ def _pipeline(run: LoadedRun, scheduler: Any, text: dict[str, Any]) -> Any:
 
     from scalelong.pipeline import ScaleLongPipeline
 
-    model = run.model.cpu()
+    model = run.model
     keeps_scaling = scaling_of(model) is not None and not isinstance(model, UViT)
     vae, process = _vae(run), _process_settings(run)
     if run.config.data.condition == "none" and vae is None and not keeps_scaling and not process:
@@ -126,8 +129,9 @@ def _vae(run: LoadedRun) -> Any:
     autoencoder = autoencoder_of(run.config, "cpu")
     if autoencoder is None:
         return None
-    autoencoder.network.register_to_config(scaling_factor=autoencoder.scaling_factor)
-    return autoencoder.network
+    network = copy.deepcopy(autoencoder.network)  # the opened one is kept for other runs
+    network.register_to_config(scaling_factor=autoencoder.scaling_factor)
+    return network
 
 
 def _carry_code(folder: Path, cls: type) -> None:

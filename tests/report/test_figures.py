@@ -1,4 +1,6 @@
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -22,6 +24,20 @@ def letters(svg):
     """Size of the page's letters over that in the figure."""
     rem, points = re.search(r'style="width: ([\d.]+)rem".*?width="([\d.]+)pt"', svg, re.DOTALL).groups()
     return float(rem) / float(points)
+
+
+def test_a_report_leaves_the_backend_of_its_process_alone():
+    """In a process of its own: here another test may have chosen one."""
+    code = (
+        "import matplotlib; matplotlib.use('svg')\n"
+        "import scalelong.report.figures, scalelong.reproduce.drawing as drawing\n"
+        "from scalelong.report.runs import Record\n"
+        "scalelong.report.figures.curves({'a': [Record([{'step': 1, 'loss': 1.0}])]}, ('loss',), 'loss')\n"
+        "drawing.panels(2)\n"
+        "import sys; print(matplotlib.get_backend(), 'matplotlib.pyplot' in sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told.split() == ["svg", "False"]
 
 
 def test_all_figures_are_drawn_at_one_scale():

@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
 from scalelong.report.runs import Record
@@ -34,8 +32,8 @@ def curves(
     """One line per scaling, and a dashed one at each of the steps `marks`; empty where no run has logged it."""
     if not any(run.series(*path)[0] for runs in groups.values() for run in runs):
         return ""
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(6, 3.2))
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure((6, 3.2))
         for colour, (scaling, runs) in enumerate(groups.items()):
             _band(axes, runs, path, f"C{colour}", scaling)
         for step in marks:
@@ -55,10 +53,10 @@ def lines(record: Record, paths: Mapping[str, Sequence[str]], ylabel: str) -> st
     found = {label: series for label, series in found.items() if series[0]}
     if not found:
         return ""
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(6, 3.2))
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure((6, 3.2))
         for i, (label, (steps, values)) in enumerate(found.items()):
-            colour = plt.get_cmap("viridis")(0.9 * i / max(1, len(found) - 1))
+            colour = matplotlib.colormaps["viridis"](0.9 * i / max(1, len(found) - 1))
             axes.plot(steps, values, _style(steps), ms=3, color=colour, label=label, lw=1)
         axes.set(xlabel="step", ylabel=ylabel)
         axes.locator_params(axis="x", integer=True, min_n_ticks=1)
@@ -71,13 +69,13 @@ def per_skip(groups: Groups, signal: str, ylabel: str, *, log: bool = True) -> s
     """One small plot per scaling, one line per skip, from the outermost (dark) to the innermost (light)."""
     if not any(_skips(runs, signal) for runs in groups.values()):
         return ""
-    with plt.rc_context(_STYLE):
+    with matplotlib.rc_context(_STYLE):
         size = (max(6, 2.5 * len(groups) + 1), 2.8)
-        figure, panels = plt.subplots(1, len(groups), figsize=size, sharey=True, squeeze=False)
+        figure, panels = _figure(size, 1, len(groups), sharey=True, squeeze=False)
         for axes, (scaling, runs) in zip(panels[0], groups.items(), strict=True):
             indices = _skips(runs, signal)
             for i in indices:
-                colour = plt.get_cmap("viridis")(0.9 * i / max(1, len(indices) - 1))
+                colour = matplotlib.colormaps["viridis"](0.9 * i / max(1, len(indices) - 1))
                 _band(axes, runs, ("signals", f"{signal}/{i}"), colour, f"skip {i}")
             axes.set(title=scaling, xlabel="step")
             axes.locator_params(axis="x", integer=True, min_n_ticks=1)
@@ -93,8 +91,8 @@ def coefficients(groups: Groups) -> str:
     """The coefficient of each skip at the end, mean and range over seeds; empty where no run has any."""
     if not any(_skips(runs, "coefficient") for runs in groups.values()):
         return ""
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(6, 3))
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure((6, 3))
         for colour, (scaling, runs) in enumerate(groups.items()):
             indices = _skips(runs, "coefficient")
             if indices:
@@ -110,13 +108,19 @@ def coefficients(groups: Groups) -> str:
 def drawn(panels: Sequence[Callable[[Any], None]]) -> str:
     """A figure of panels, two in a row, each drawn by a function that gets its axes; a legend in each."""
     columns, rows = min(2, len(panels)), -(-len(panels) // 2)
-    with plt.rc_context(_STYLE):
+    with matplotlib.rc_context(_STYLE):
         size = (6 if len(panels) == 1 else 8, 3.2 * rows)
-        figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
+        figure, axes = _figure(size, rows, columns, squeeze=False)
         for draw, place in zip(panels, axes.flat, strict=False):
             draw(place)
             place.legend(frameon=False, fontsize=8)
         return _svg(figure)
+
+
+def _figure(size: tuple[float, float], *grid: int, **how: Any) -> tuple[Any, Any]:
+    """A figure and its axes, without pyplot: the backend of whoever asks for a report stays as it is."""
+    figure = Figure(figsize=size)
+    return figure, figure.subplots(*grid, **how)
 
 
 def _band(axes: Any, runs: Sequence[Record], path: Sequence[str], colour: Any, label: str) -> None:
@@ -169,7 +173,6 @@ def _skips(runs: Sequence[Record], signal: str) -> list[int]:
 def _svg(figure: Any) -> str:
     stream = io.StringIO()
     figure.savefig(stream, format="svg")
-    plt.close(figure)
     text = stream.getvalue()
     width = f'<svg style="width: {_REM_PER_INCH * figure.get_figwidth():.1f}rem"'
     return width + text[text.index("<svg") + len("<svg") :]

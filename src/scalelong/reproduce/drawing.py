@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from scalelong.reproduce.plan import Data
 
@@ -24,8 +22,9 @@ STYLE: Any = {
 
 def panels(count: int, *, width: float = 4.2, height: float = 3.2) -> tuple[Any, Sequence[Any]]:
     """A row of axes."""
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, count, figsize=(width * count, height), squeeze=False)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width * count, height))
+        axes = figure.subplots(1, count, squeeze=False)
     return figure, axes[0]
 
 

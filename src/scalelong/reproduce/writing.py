@@ -39,9 +39,6 @@ def conclude(what: Reproduction, folder: Path) -> Statement:
 
 
 def _save(figure: Any, what: Reproduction, statement: Statement, folder: Path) -> None:
-    import matplotlib.pyplot as plt
-
     figure.suptitle(f"{what.title} — {statement.verdict}", fontsize=10, wrap=True)
     for ending in ("svg", "png"):
         figure.savefig(folder / f"{FIGURE}.{ending}", dpi=110)
-    plt.close(figure)

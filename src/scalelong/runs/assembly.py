@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -143,8 +143,7 @@ def process_of(config: RunConfig) -> Process:
 
 def build_model(config: RunConfig, device: str = "cpu") -> nn.Module:
     """The network with its scaling. The seed decides the weights, on any device; gates are drawn after them."""
-    torch.manual_seed(config.train.seed)
-    with torch.device("meta") if device == "meta" else contextlib.nullcontext():
+    with drawn_by(config.train.seed), torch.device("meta") if device == "meta" else contextlib.nullcontext():
         try:
             model = build(
                 config.model.preset,
@@ -160,6 +159,14 @@ def build_model(config: RunConfig, device: str = "cpu") -> nn.Module:
     if device.startswith("cuda") and model_preset(config.model.preset).backbone != "uvit":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # convolutions' own order
     return model.to(device)
+
+
+@contextlib.contextmanager
+def drawn_by(seed: int) -> Iterator[None]:
+    """What is drawn on the CPU inside is by a seed; the caller's own randomness goes on as if nothing had been."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def _checkpointing(model: nn.Module) -> Any:

@@ -21,7 +21,7 @@ from scalelong.config import RunConfig, from_dict, to_dict
 from scalelong.data.contexts import KeptText, check_same_encoder
 from scalelong.data.files import write_whole
 from scalelong.presets import model_preset
-from scalelong.runs.assembly import build_model
+from scalelong.runs.assembly import build_model, drawn_by
 from scalelong.runs.folder import CONFIG, TEXT, differences, last_step, load_run, read_config
 from scalelong.saving import load, local_folder, model_class, recorded_scaling
 from scalelong.saving import read_config as read_model_config
@@ -113,7 +113,7 @@ class Weights(Beginning):
     def model(self, config: RunConfig, device: str) -> nn.Module:
         """With these weights in it; what they do not know of, gates or other classes, is drawn."""
         origin = _origin(self.source)
-        given = origin.open().state_dict()  # before the rest is drawn: its seed is set then
+        given = origin.open().state_dict()
         if origin.scaling is not None:
             model = build_model(config, device)
             _fill(model, given, self.source)
@@ -122,7 +122,8 @@ class Weights(Beginning):
         model = build_model(replace(config, model=plain), device)
         _fill(model, given, self.source)
         if config.model.scaling != "none":
-            apply(model, **{name: getattr(config.model, name) for name in _OF_THE_SCALING})
+            with drawn_by(config.train.seed):
+                apply(model, **{name: getattr(config.model, name) for name in _OF_THE_SCALING})
         return model
 
     def told(self) -> str:
