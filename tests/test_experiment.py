@@ -171,6 +171,16 @@ def test_drawing_is_by_seed_and_index(run):
     assert not torch.allclose(guided, whole)
 
 
+def test_samples_drawn_some_at_a_time_are_those_drawn_at_once(run):
+    loaded = experiment.load_run(run, device="cpu")
+    labels = torch.tensor([3, 1, 4, 1, 5, 9, 2])
+    how = {"steps": 2, "seed": 3}
+    some = list(experiment.drawn(loaded.config, loaded.model, range(5, 12), batch=3, labels=labels, **how))
+    assert [len(images) for images in some] == [3, 3, 1]
+    whole = experiment.draw(loaded.config, loaded.model, 7, first=5, labels=labels, **how)
+    torch.testing.assert_close(torch.cat(some), whole, rtol=1e-4, atol=1e-5)
+
+
 def test_a_grid_shows_every_image_in_its_place(tmp_path):
     images = torch.linspace(-1, 1, 5)[:, None, None, None].expand(5, 3, 4, 6)
     experiment.write_grid(images, tmp_path / "deep" / "grid.png")

@@ -31,6 +31,7 @@ from scalelong.runs.drawing import (
     autoencoder_of,
     check_drawing,
     draw,
+    drawn,
     encode_prompts,
     encoder_of,
     for_sampling,
@@ -38,10 +39,10 @@ from scalelong.runs.drawing import (
     noise_is_all,
     sampling_precision,
     with_autoencoder,
-    write_grid,
 )
 from scalelong.runs.events import Judge, Walk, events_of
 from scalelong.runs.folder import LoadedRun, check_folder, last_step, load_run, open_run, read_config
+from scalelong.runs.pictures import write_grid
 from scalelong.training.fit import Fit, Progress
 from scalelong.training.log import NoLog, RunLog
 from scalelong.training.sharding import is_sharded
@@ -67,6 +68,7 @@ __all__ = [
     "default_device",
     "digits_folder",
     "draw",
+    "drawn",
     "encode_prompts",
     "encoder_of",
     "fitted_to",

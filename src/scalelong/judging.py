@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from scalelong import experiment
 from scalelong.config import RunConfig, resolved_for
@@ -12,7 +12,7 @@ from scalelong.data.contexts import text_of
 from scalelong.data.store import Store
 from scalelong.experiment import Judge, Walk
 from scalelong.held_out import HeldOut, check_like
-from scalelong.metrics.evaluate import batches, quality_of, reference_of, statistics_folder
+from scalelong.metrics.evaluate import quality_of, reference_of, statistics_folder
 from scalelong.metrics.features import Features
 from scalelong.world import rank_and_size
 
@@ -39,21 +39,14 @@ def judge_quality(
     reference = reference_of(store, features, None if on_pixels else statistics_folder())
     context = text_of(store).context() if config.data.condition == "text" else None
     labels = experiment.labels_like(store, range(num)) if config.data.condition == "class" else None
-
-    def classes_of(first: int, count: int) -> Tensor | None:
-        return None if labels is None else labels[first : first + count]
-
     networks: dict[nn.Module, nn.Module] = {}  # built once: averages are swapped into the same model
 
     def figures_of(model: nn.Module, walk: Walk) -> dict[str, float]:
         if model not in networks:
             networks[model] = experiment.for_sampling(model, num * steps)
-        how: dict[str, Any] = {"seed": SEED, "steps": steps, "context": context, "progress": walk}
-        drawn = (
-            experiment.draw(config, networks[model], count, first=first, labels=classes_of(first, count), **how)
-            for first, count in batches(num, 500)
-        )
-        found = quality_of(drawn, reference, features, "")
+        how: dict[str, Any] = {"seed": SEED, "steps": steps, "context": context, "labels": labels, "progress": walk}
+        samples = experiment.drawn(config, networks[model], range(num), batch=500, **how)
+        found = quality_of(samples, reference, features, "")
         figures = {"fid": found.fid, "kid": found.kid, "precision": found.precision, "recall": found.recall}
         return {f"pixel_{name}" if on_pixels else name: value for name, value in figures.items()}
 

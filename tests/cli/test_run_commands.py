@@ -99,6 +99,29 @@ def test_a_folder_of_pictures_becomes_samples_and_a_number(trained, data, monkey
     assert "16 samples (dpm++, 3 steps" in quality["protocol"]
 
 
+def test_samples_in_a_folder_go_on_where_they_were_stopped(trained, data, monkeypatch, capsys):
+    out = data / "many"
+    args = ["sample", trained, "--num", 7, "--steps", 2, "--batch", 3, "--seed", 5]
+    told = json.loads(run(*args, "--out", out, "--json"))
+    assert (told["num"], told["seed"], told["sampler"]) == (7, 5, "dpm++")
+    assert sorted(file.name for file in out.iterdir()) == [*(f"{i:06d}.png" for i in range(7)), "samples.json"]
+    before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in out.glob("*.png")}
+    (out / "000004.png").unlink()  # as if it had been stopped
+    run(*args, "--out", out)
+    after = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in out.glob("*.png")}
+    assert {name for name in before if before[name] != after[name]} == {"000003.png", "000004.png", "000005.png"}
+    assert {name: content for name, (content, _) in before.items()} == {name: c for name, (c, _) in after.items()}
+
+    run(*args, "--out", data / "many.npz")
+    pixels = np.load(data / "many.npz")["arr_0"]
+    assert (pixels.shape, pixels.dtype) == ((7, 8, 8, 3), np.uint8)
+    for i in range(7):
+        np.testing.assert_array_equal(pixels[i], np.asarray(Image.open(out / f"{i:06d}.png")))
+    code, error = fails(monkeypatch, capsys, *args[:-1], 6, "--out", out)
+    assert code == 2
+    assert "many holds other samples: seed was 5 and is 6. Choose another --out" in error
+
+
 def test_a_training_stops_after_its_time_and_goes_on(data):
     out = data / "in bits"
     args = ["train", "digits", "--data", data / "store", "--out", out, *TINY, "--set", "train.steps=2"]
@@ -267,7 +290,7 @@ def test_bad_usage_exits_2_with_a_sentence(args, says, monkeypatch, capsys, tmp_
 def test_bad_requests_to_a_run(trained, data, monkeypatch, capsys):
     for args, says in (
         (["--ema", "0.5"], "keeps the averages 0.9, got 0.5"),
-        (["--out", "x.psd"], "--out is a picture such as grid.png or grid.jpg, got 'x.psd'"),
+        (["--out", "x.psd"], "an array (samples.npz) or a folder of pictures, got 'x.psd'"),
         (["--sampler", "euler"], "unknown sampler 'euler'"),
         (["--steps", "0"], "1 … 1000, got 0"),
         (["--class", "7"], "--class is in 0 … 1 or one of cat, dog for this run, got 7"),
@@ -275,8 +298,8 @@ def test_bad_requests_to_a_run(trained, data, monkeypatch, capsys):
         (["--guidance", "nan"], "guidance is a number, 1 for none, got nan"),
         (["--device", "tpu"], "the device is cpu, cuda or cuda:N, got 'tpu'"),
         (["--device", "cuda:99"], "GPUs that torch can use, got 'cuda:99'; try cpu"),
-        (["--out", data], f"{data} is a folder; --out is a file, such as {data}/grid.png"),
-        (["--out", "grid.xyz"], "--out is a picture such as grid.png or grid.jpg, got 'grid.xyz'"),
+        (["--out", data], f"{data} is not empty and holds no samples of a run; choose another --out"),
+        (["--out", "grid.xyz"], "an array (samples.npz) or a folder of pictures, got 'grid.xyz'"),
     ):
         code, error = fails(monkeypatch, capsys, "sample", trained, "--out", data / "no.png", *args)
         assert code == 2
@@ -442,8 +465,19 @@ def test_a_full_disk_exits_1_and_says_what_to_do(data, tmp_path, monkeypatch, ca
 
 
 def test_too_much_for_the_memory_exits_1_and_says_what_to_do(trained, tmp_path, monkeypatch, capsys):
-    args = ["sample", trained, "--num", 9 * 10**11, "--steps", 1, "--out", tmp_path / "x.png"]
+    args = [
+        "sample",
+        trained,
+        "--num",
+        9 * 10**11,
+        "--batch",
+        9 * 10**11,
+        "--steps",
+        1,
+        "--out",
+        tmp_path / "x.png",
+    ]
     code, error = fails(monkeypatch, capsys, *args)
     assert code == 1
     assert "out of memory" in error
-    assert "a smaller --num" in error
+    assert "a smaller --batch" in error

@@ -10,7 +10,7 @@ from scalelong.data.prepare import prepare
 from scalelong.data.sources import Item, Source, digits
 from scalelong.metrics import evaluate as module
 from scalelong.metrics.distances import Moments, frechet_distance
-from scalelong.metrics.evaluate import batches, quality_of, reference_of
+from scalelong.metrics.evaluate import quality_of, reference_of
 from scalelong.metrics.features import InceptionFeatures, PixelFeatures
 
 
@@ -53,10 +53,6 @@ def test_a_place_where_nothing_can_be_written_costs_no_features(store, tmp_path)
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="the statistics of the data are not kept for the next time"):
         assert reference_of(store, PixelFeatures(), tmp_path / "file").moments.count == 1797
-
-
-def test_batches_cover_the_total():
-    assert list(batches(7, 3)) == [(0, 3), (3, 3), (6, 1)]
 
 
 class Probe(nn.Module):

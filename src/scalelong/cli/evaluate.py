@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,8 +13,6 @@ from scalelong.cli.common import is_first_process, print_result, sampling_of, tr
 from scalelong.cli.plan import evaluation_plan, evaluation_text, opened_data
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from scalelong.config import RunConfig
     from scalelong.data.contexts import Context
     from scalelong.data.store import Store
@@ -139,7 +137,12 @@ def _measure_quality(
         drawer = experiment.for_sampling(loaded.model, num * how["steps"])
         share = world.share(num)
         labels = experiment.labels_like(store, share) if _draws_like(loaded, store) else None
-        samples = _drawn(loaded.config, drawer, share, batch, labels, **how)
+        chunks = -(-len(share) // batch)
+
+        def walk(starts: Iterable[Any]) -> Iterable[Any]:
+            return tracked(starts, chunks, f"sampling {len(share)} images")
+
+        samples = experiment.drawn(loaded.config, drawer, share, batch=batch, labels=labels, walk=walk, **how)
         quality = quality_of(samples, reference, network, settings, world, _say_next)
     print_result(
         {"run": str(run), "step": loaded.step, "ema": loaded.ema_rate, **quality.as_dict()},
@@ -244,18 +247,6 @@ def _check_captions(run: Path, loaded: LoadedRun, store: Store, seed: int, batch
 
 def _about(run: Path, loaded: LoadedRun, store: Store) -> dict[str, Any]:
     return {"run": str(run), "data": str(store.folder), "step": loaded.step, "ema": loaded.ema_rate}
-
-
-def _drawn(
-    config: RunConfig, network: nn.Module, share: range, batch: int, labels: Tensor | None, **how: Any
-) -> Iterator[Tensor]:
-    from scalelong import experiment
-    from scalelong.metrics.evaluate import batches
-
-    chunks = list(batches(len(share), batch))
-    for first, count in tracked(chunks, len(chunks), f"sampling {len(share)} images"):
-        told = None if labels is None else labels[first : first + count]
-        yield experiment.draw(config, network, count, first=share.start + first, labels=told, **how)
 
 
 def _check_classes(loaded: LoadedRun, store: Store) -> None:

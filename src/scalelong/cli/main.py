@@ -76,7 +76,7 @@ def main() -> None:
 
 _LESS_MEMORY = (
     "In training, train.accumulate=2 or train.checkpoint_activations=true need less of it; in sampling, a smaller "
-    "--num or --batch."
+    "--batch, and many images go into a folder."
 )
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import check_output_file, print_result, sampling_of, tracked
+from scalelong.cli.common import print_result, progress_bar, sampling_of
 
 if TYPE_CHECKING:
     from scalelong.data.contexts import Context
     from scalelong.experiment import LoadedRun
+    from scalelong.runs.pictures import Place
 
 EXAMPLES = (
     "Examples: [bold]scalelong sample runs/mine --num 64 --out grid.png --steps 50[/] or "
@@ -23,7 +24,13 @@ EXAMPLES = (
 def sample(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     num: Annotated[int, typer.Option("--num", "-n", min=1, help="How many images.")] = 64,
-    out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("grid.png"),
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="A picture of all (grid.png), an array of bytes (samples.npz), or a folder: a picture of each, "
+            "where the same command goes on if it was stopped."
+        ),
+    ] = Path("grid.png"),
     label: Annotated[
         str | None,
         typer.Option("--class", metavar="NAME|NUMBER", help="Draw this class alone; a name goes before a number."),
@@ -46,6 +53,7 @@ def sample(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Network evaluations per image; by default the run's.")] = None,
     seed: Annotated[int, typer.Option(help="Which images: the same seed draws the same.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Images drawn at once.")] = 250,
     ema: Annotated[
         float | None, typer.Option(help="Which average; by default the slowest that has settled.")
     ] = None,
@@ -58,54 +66,67 @@ def sample(
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
-    """Draw images with averaged weights into one picture."""
-    import torch
-
+    """Draw images with averaged weights: into one picture, a folder with a picture of each, or one array."""
     from scalelong import experiment
+    from scalelong.runs.pictures import place_for
     from scalelong.world import joined, local_device
 
-    _check_picture(out)
     device = local_device(experiment.usable_device(device))
     loaded = experiment.load_run(
         run, ema_rate=ema, posthoc_width=posthoc_ema, device=device, autoencoder=autoencoder
     )
     how = sampling_of(loaded.config, sampler=sampler, steps=steps, guidance=guidance)
-    if label is not None and loaded.num_classes is None:
-        raise ValueError(f"--class needs a class-conditional run, and {run} is not; leave it out.")
-    number = None if label is None else class_number(label, loaded.num_classes or 0, loaded.class_names)
+    number = _class_asked(label, loaded, run)
     experiment.check_drawing(loaded.config, **how)
-    told, context = _told(loaded, prompt, text_encoder)
-    guided = "" if how["guidance"] == 1 else f", guidance w = {how['guidance']:g}"
+    told, context = _told(loaded, prompt, text_encoder, device)
+    about = {"run": str(run), "step": loaded.step, "ema": loaded.ema_rate, "seed": seed, **how}
+    about |= {"class": number} if number is not None else {}
+    about |= {"captions": told} if told else {}
+    place = place_for(out, about)
     with joined(device) as world:
-        mine = world.share(num)
-        images = experiment.draw(
-            loaded.config,
-            loaded.model,
-            len(mine),
-            first=mine.start,
-            seed=seed,
-            labels=None if number is None else torch.full((len(mine),), number),
-            context=context,
-            progress=lambda items: tracked(items, how["steps"], f"sampling {num} images"),
-            **how,
-        )
-        images = torch.cat(world.gather(images))
-    if world.is_first:
-        experiment.write_grid(images, out)
+        place.begin(world)
+        _draw_into(place, loaded, world.share(num), batch, number, seed=seed, context=context, **how)
+        place.finish(world)
+    captions = {"captions": [told[i % len(told)] for i in range(num)]} if told else {}
+    guided = "" if how["guidance"] == 1 else f", guidance w = {how['guidance']:g}"
     print_result(
-        {
-            "out": str(out),
-            "num": num,
-            "step": loaded.step,
-            "ema": loaded.ema_rate,
-            **how,
-            **({"class": number} if number is not None else {}),
-            **({"captions": [told[i % len(told)] for i in range(num)]} if told else {}),
-        },
+        {"out": str(out), "num": num, **about, **captions},
         as_json,
         f"{out}: {num} images{_of_class(number, loaded.class_names)}, weights of step {loaded.step:,} averaged at "
         f"{loaded.ema_rate}, {how['sampler']} with {how['steps']} steps{guided}.",
     )
+
+
+def _draw_into(place: Place, loaded: LoadedRun, mine: range, batch: int, number: int | None, **how: Any) -> None:
+    """This process' share, but for what is there already; the bar counts steps of the sampler."""
+    import torch
+
+    from scalelong import experiment
+
+    chunks = [mine[start : start + batch] for start in range(0, len(mine), batch)]
+    lacking = [chunk for chunk in chunks if place.lacks(chunk)]
+    with progress_bar() as bar:
+        task = bar.add_task(f"sampling {len(mine)} images", total=len(lacking) * how["steps"], note="")
+
+        def watched(steps: Iterable[Any]) -> Iterator[Any]:
+            for step in steps:
+                yield step
+                bar.advance(task)
+
+        for chunk in lacking or [range(0)]:
+            labels = None if number is None else torch.full((len(chunk),), number)
+            images = experiment.draw(
+                loaded.config, loaded.model, len(chunk), first=chunk.start, labels=labels, progress=watched, **how
+            )
+            place.put(chunk, images)
+
+
+def _class_asked(label: str | None, loaded: LoadedRun, run: Path) -> int | None:
+    if label is None:
+        return None
+    if loaded.num_classes is None:
+        raise ValueError(f"--class needs a class-conditional run, and {run} is not; leave it out.")
+    return class_number(label, loaded.num_classes, loaded.class_names)
 
 
 def class_number(asked: str, count: int, names: Sequence[str] | None) -> int:
@@ -132,7 +153,9 @@ def _of_class(number: int | None, names: Sequence[str] | None) -> str:
     return f" of class {number}" + (f" ({names[number]})" if names else "")
 
 
-def _told(loaded: LoadedRun, prompts: list[str] | None, encoder: str | None) -> tuple[list[str], Context | None]:
+def _told(
+    loaded: LoadedRun, prompts: list[str] | None, encoder: str | None, device: str
+) -> tuple[list[str], Context | None]:
     """The texts to draw, and what the network reads of them."""
     from scalelong import experiment
 
@@ -142,12 +165,4 @@ def _told(loaded: LoadedRun, prompts: list[str] | None, encoder: str | None) -> 
         return [], None
     if not prompts:
         return loaded.text.captions, loaded.text.context
-    return prompts, experiment.encode_prompts(loaded.text, prompts, encoder=encoder)
-
-
-def _check_picture(out: Path) -> None:
-    from PIL import Image
-
-    check_output_file(out, "grid.png")
-    if Image.registered_extensions().get(out.suffix.lower()) not in Image.SAVE:
-        raise ValueError(f"--out is a picture such as grid.png or grid.jpg, got {str(out)!r}.")
+    return prompts, experiment.encode_prompts(loaded.text, prompts, encoder=encoder, device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -194,9 +194,3 @@ def _read(file: Path) -> Reference:
 
     found = load_file(file)
     return Reference(Moments(int(found["count"]), found["mean"], found["covariance"]), found["features"])
-
-
-def batches(total: int, size: int) -> Iterator[tuple[int, int]]:
-    """(first, count) of consecutive batches."""
-    for first in range(0, total, size):
-        yield first, min(size, total - first)

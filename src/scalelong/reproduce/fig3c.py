@@ -12,7 +12,7 @@ from scalelong import experiment
 from scalelong.comparison import diverged
 from scalelong.config import RunConfig
 from scalelong.data.store import Store
-from scalelong.metrics.evaluate import batches, quality_of, reference_of
+from scalelong.metrics.evaluate import quality_of, reference_of
 from scalelong.metrics.features import features_named
 from scalelong.reproduce.drawing import colour_of, panels
 from scalelong.reproduce.judging import below
@@ -54,11 +54,8 @@ def collect(folders: Folders, store: Store) -> Data:
         return [distance(run.config, Disturbed(network, size)) for size in LEVELS]
 
     def distance(config: RunConfig, network: nn.Module) -> float:
-        drawn = (
-            experiment.draw(config, network, count, first=first, seed=1, steps=steps)
-            for first, count in batches(num, 256)
-        )
-        return quality_of(drawn, reference, features, "").fid
+        samples = experiment.drawn(config, network, range(num), batch=256, seed=1, steps=steps)
+        return quality_of(samples, reference, features, "").fid
 
     curves = {}
     for name, runs in folders.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -59,6 +59,23 @@ def draw(
     how["clip"] = decoder is None
     drawn = sample(model, process_of(config), indices, shape, seed=seed, labels=labels, **how)
     return drawn if decoder is None else decoder.decoded(drawn)
+
+
+def drawn(
+    config: RunConfig,
+    network: nn.Module,
+    numbers: range,
+    *,
+    batch: int = 250,
+    labels: Tensor | None = None,
+    walk: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    **how: Any,
+) -> Iterator[Tensor]:
+    """These samples of a seed, `batch` at a time, each as `draw` has it; `labels` has one for each number."""
+    for start in walk(range(0, len(numbers), batch)):
+        some = numbers[start : start + batch]
+        told = None if labels is None else labels[start : start + batch]
+        yield draw(config, network, len(some), first=some.start, labels=told, **how)
 
 
 def labels_like(store: Store, indices: range) -> Tensor:
@@ -132,19 +149,20 @@ def for_sampling(model: nn.Module, evaluations: int) -> nn.Module:
     return FastNetwork(model)
 
 
-def encode_prompts(text: KeptText, prompts: Sequence[str], *, encoder: str | None = None) -> Context:
+def encode_prompts(
+    text: KeptText, prompts: Sequence[str], *, encoder: str | None = None, device: str | None = None
+) -> Context:
     """Prompts as a run's network reads them, by the run's own text encoder; `encoder` tells where it is now."""
-    return Context(encoder_of(text, encoder)(prompts).cpu(), text.context.null)
+    return Context(encoder_of(text, encoder, device)(prompts).cpu(), text.context.null)
 
 
-def encoder_of(text: KeptText, place: str | None = None) -> TextEncoder:
+def encoder_of(text: KeptText, place: str | None = None, device: str | None = None) -> TextEncoder:
     """A run's text encoder, from where `prepare` found it or from another place; another encoder is refused."""
     from scalelong.data.text import TextEncoder
 
     revision = text.info.revision if place is None else None
-    found = TextEncoder(
-        place or text.info.encoder, length=text.info.length, revision=revision, device=default_device()
-    )
+    device = device or default_device()
+    found = TextEncoder(place or text.info.encoder, length=text.info.length, revision=revision, device=device)
     known = torch.stack([text.context.null, text.context.tokens[0]])
     check_same_encoder(found(["", text.captions[0]]), text.info, known, found.name)
     return found
@@ -185,22 +203,3 @@ def with_autoencoder(config: RunConfig, place: str | None) -> RunConfig:
     folder = Path(place).expanduser()
     place = str(folder.resolve()) if folder.is_dir() else place  # a run is not always asked from the same folder
     return replace(config, latents=replace(config.latents, autoencoder=place))
-
-
-def write_grid(images: Tensor, file: Path) -> None:
-    """A near-square picture of all images."""
-    import numpy as np
-    from PIL import Image
-
-    count, channels, height, width = images.shape
-    columns = int(np.ceil(np.sqrt(count)))
-    rows = -(-count // columns)
-    pixels = ((images.float().cpu() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).numpy()
-    grid = np.full((rows * (height + 1) + 1, columns * (width + 1) + 1, channels), 128, np.uint8)
-    for i, picture in enumerate(pixels.transpose(0, 2, 3, 1)):
-        top, left = (i // columns) * (height + 1) + 1, (i % columns) * (width + 1) + 1
-        grid[top : top + height, left : left + width] = picture
-    file.parent.mkdir(parents=True, exist_ok=True)
-    scale = max(1, 256 // max(grid.shape[:2]))  # tiny images are shown larger, pixel by pixel
-    grid = grid.repeat(scale, 0).repeat(scale, 1)
-    Image.fromarray(grid[..., 0] if channels == 1 else grid).save(file)

@@ -14,8 +14,9 @@ from torch import nn
 from scalelong.config import RunConfig
 from scalelong.data.contexts import Context
 from scalelong.runs.assembly import build_model
-from scalelong.runs.drawing import draw, write_grid
+from scalelong.runs.drawing import draw
 from scalelong.runs.folder import SAMPLES
+from scalelong.runs.pictures import write_grid
 from scalelong.training import checkpoint
 from scalelong.training.ema import EMA, default_rate
 from scalelong.training.fit import Event, Fit
