@@ -18,7 +18,7 @@ import typer
 from benchmarks.measure import hardware
 from scalelong import experiment
 from scalelong.data.store import Store, open_store
-from scalelong.metrics.evaluate import batches, images_of, quality_of, reference_of, statistics_folder
+from scalelong.metrics.evaluate import images_of, quality_of, reference_of, statistics_folder
 from scalelong.metrics.features import features_named
 
 
@@ -52,7 +52,8 @@ def main(
 
 def drawn(store: Store, batch: int):  # type: ignore[no-untyped-def]
     """A dataset's images as samples come."""
-    return (images_of(store, first, count) for first, count in batches(len(store), batch))
+    starts = range(0, len(store), batch)
+    return (images_of(store, first, min(batch, len(store) - first)) for first in starts)
 
 
 def timed(work):  # type: ignore[no-untyped-def]
