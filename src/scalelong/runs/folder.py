@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from scalelong.data.files import write_whole
 from scalelong.runs.assembly import build_model, num_classes
 from scalelong.runs.data import DATA, RunData, check_same_data
 from scalelong.runs.drawing import with_autoencoder
+from scalelong.skips.apply import UndoneByNormWarning
 from scalelong.training import checkpoint
 from scalelong.training.ema import default_rate
 from scalelong.training.fit import CHECKPOINTS
@@ -81,7 +83,9 @@ def load_run(
             raise ValueError(f"an average is chosen by --ema or --posthoc-ema, got {ema_rate} and {posthoc_width}.")
         weights, step = reconstruct(folder, posthoc_width)
         rate = f"post-hoc {posthoc_width}"
-    model = build_model(config, usable_device(device))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UndoneByNormWarning)  # said when it was trained
+        model = build_model(config, usable_device(device))
     try:
         model.load_state_dict(weights or found.tensors(f"ema-{rate}"))
     except RuntimeError as error:  # torch lists every tensor: the first says enough

@@ -13,6 +13,13 @@ from scalelong.skips.handle import AppliedScaling
 from scalelong.skips.scalers import starts_at_identity
 from scalelong.skips.sites import Adapter, LongSkip, UnsupportedModelError, check_placement_name
 from scalelong.skips.spec import ConstantScaling, Scaling, SkipNorm, parse_scaling
+from scalelong.skips.summary import norm_advice
+
+_MOST = 0.5  # of the skips' channels
+
+
+class UndoneByNormWarning(UserWarning):
+    """A norm behind the concatenation divides out most of what was applied."""
 
 
 def find_skips(model: nn.Module) -> list[LongSkip]:
@@ -63,6 +70,8 @@ def apply(
     scales, root = build(skips, scaling, placement, keep_function)
     fold.scale_merge_weights(adapter, skips, placement, factors)
     attach(model, adapter, skips, scales, root)
+    if placement == "concat" and (advice := norm_advice(skips, scales, above=_MOST)):
+        warnings.warn(advice, UndoneByNormWarning, stacklevel=2)
     return AppliedScaling(model)
 
 

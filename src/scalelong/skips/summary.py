@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -30,11 +29,10 @@ def summarise(handle: AppliedScaling, inputs: Sequence[Any], named_inputs: Mappi
         }
         for skip, scale in zip(skips, scales, strict=True)
     ]
-    undone = [undone_share(skip) for skip in skips]
     at_concat_before_norm = handle.placement == "concat" and any(skip.norm is not None for skip in skips)
     if at_concat_before_norm:
-        for row, share in zip(rows, undone, strict=True):
-            row["undone by norm"] = f"{share:.0%}"
+        for row, skip in zip(rows, skips, strict=True):
+            row["undone by norm"] = f"{undone_share(skip):.0%}"
     if inputs or named_inputs:
         measured = measure(handle.model, skips, scales, inputs, named_inputs, at_concat_before_norm)
         for row, (coefficient, share_measured) in zip(rows, measured, strict=True):
@@ -46,8 +44,7 @@ def summarise(handle: AppliedScaling, inputs: Sequence[Any], named_inputs: Mappi
         f"{len(skips)} long skips, outermost first"
     )
     lines = [title, *format_table(rows)]
-    if at_concat_before_norm and (advice := _advice(skips, scales, undone)):
-        warnings.warn(advice, stacklevel=3)
+    if at_concat_before_norm and (advice := norm_advice(skips, scales)):
         lines.append(f"! {advice}")
     return "\n".join(lines)
 
@@ -154,12 +151,15 @@ def _normalise(norm: nn.Module | None, x: Tensor) -> Tensor:
     return F.layer_norm(x, norm.normalized_shape, eps=norm.eps)
 
 
-def _advice(skips: Sequence[LongSkip], scales: Sequence[SkipScale], undone: Sequence[float]) -> str:
-    """What to do where all channels of a skip are multiplied by one number and a norm divides it out again."""
+def norm_advice(skips: Sequence[LongSkip], scales: Sequence[SkipScale], *, above: float = 0.0) -> str:
+    """What to do where all channels of a skip are multiplied by one number and a norm divides it out again.
+
+    Empty where that is so for no more than a share `above` of the channels.
+    """
     by_size = any(isinstance(scale, NormScale) for scale in scales)
     channels = [skip.shape.channels for skip in skips]
-    share = sum(u * c for u, c in zip(undone, channels, strict=True)) / sum(channels)
-    if not share or not (by_size or any(scale.number() not in (None, 1) for scale in scales)):
+    share = sum(undone_share(skip) * c for skip, c in zip(skips, channels, strict=True)) / sum(channels)
+    if share <= above or not (by_size or any(scale.number() not in (None, 1) for scale in scales)):
         return ""
     what, instead = "a constant", "placement='norm' scales behind the norm"
     if by_size:
