@@ -277,6 +277,7 @@ def test_every_recipe_resolves(data, preset, condition, monkeypatch):
         (["train", "--set", "model.changes.hidden_size=abc"], "model.changes does not suit digits"),
         (["train", "--set", "process=foo"], "unknown noise process 'foo'"),
         (["report", "."], ". is no run folder"),
+        (["prepare", "digits", "--out", "dg", "--device", "quantum"], "cpu, cuda or cuda:N, got 'quantum'"),
     ],
 )
 def test_bad_usage_exits_2_with_a_sentence(args, says, monkeypatch, capsys, tmp_path):

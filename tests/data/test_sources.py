@@ -347,6 +347,35 @@ def test_a_hugging_face_dataset_on_disk(tmp_path):
         open_source(str(tmp_path / "hf"), split="test")
 
 
+def test_labels_of_a_saved_dataset_that_are_plain_numbers_are_those_of_its_parquet(tmp_path):
+    import datasets
+
+    rows = {"image": [Image.fromarray(picture(seed=i)) for i in range(4)], "label": [0, 1, 2, 1]}
+    data = datasets.Dataset.from_dict(rows)
+    data.save_to_disk(tmp_path / "saved")
+    data.to_parquet(str(tmp_path / "table.parquet"))
+    saved, table = (open_source(str(tmp_path / name)) for name in ("saved", "table.parquet"))
+    assert saved.classes == table.classes == ["0", "1", "2"]
+    assert [item.label for item in saved.items()] == [item.label for item in table.items()] == [0, 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"split": "test"}, "--split means nothing for the digits, got 'test'; leave it out"),
+        ({"crop": "adm"}, "--crop means nothing for the digits"),
+        ({"image_column": "picture"}, "--image-column means nothing for the digits, got 'picture'"),
+    ],
+)
+def test_what_a_source_would_ignore_is_refused(tmp_path, asked, says):
+    with pytest.raises(SourceError, match=says):
+        open_source("digits", **asked)
+    if "image_column" in asked:
+        Image.fromarray(picture()).save(tmp_path / "a.png")
+        with pytest.raises(SourceError, match="--image-column means nothing for a folder of images"):
+            open_source(str(tmp_path), **asked)
+
+
 # CIFAR-10
 
 BATCH_SIZE = 6

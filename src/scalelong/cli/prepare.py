@@ -89,14 +89,16 @@ def prepare(
     """Decode once into memory-mapped arrays, with labels, captions and a manifest of counts and checksums."""
     from scalelong.data.prepare import prepare as run
     from scalelong.data.sources import open_source
+    from scalelong.world import usable_device
 
+    device = usable_device(device)
     images_encoder = _autoencoder(autoencoder, scale, latents_only, device)
     found = open_source(
         source, split=split, size=size, crop=crop, image_column=image_column, caption_column=caption_column
     )
     if size is not None:
         _check_resized(found, size)
-    encoder = _encoder(text_encoder, text_len)
+    encoder = _encoder(text_encoder, text_len, device)
     if dry_run:
         plan = preparation_plan(found, out, images_encoder, latents_only)
         if encoder is not None:
@@ -161,15 +163,14 @@ def _summary(store: Store) -> str:
     return f"{store.folder}: {', '.join(parts)}. Next: scalelong train PRESET --data {store.folder}{on}"
 
 
-def _encoder(name: str | None, length: int | None) -> TextEncoder | None:
+def _encoder(name: str | None, length: int | None, device: str) -> TextEncoder | None:
     if name is None:
         if length is not None:
             raise ValueError(f"--text-len is the length of encoded captions, got {length} without --text-encoder.")
         return None
     from scalelong.data.text import TextEncoder
-    from scalelong.experiment import default_device
 
-    return TextEncoder(name, length=length, device=default_device())
+    return TextEncoder(name, length=length, device=device)
 
 
 def _text_plan(source: Source, encoder: TextEncoder) -> dict[str, Any]:
@@ -182,9 +183,7 @@ def _text_plan(source: Source, encoder: TextEncoder) -> dict[str, Any]:
     return {"text": text, "text_bytes": encoder.bytes_of(captions)}
 
 
-def _autoencoder(
-    place: str | None, scale: float | None, latents_only: bool, device: str | None
-) -> Autoencoder | None:
+def _autoencoder(place: str | None, scale: float | None, latents_only: bool, device: str) -> Autoencoder | None:
     """Opened first: what is wrong with it shows before the images are read."""
     if place is None:
         if scale is not None or latents_only:
@@ -192,9 +191,8 @@ def _autoencoder(
             raise ValueError(f"latents are made by an autoencoder, got {option} alone; give --autoencoder as well.")
         return None
     from scalelong.data.latents import load_autoencoder
-    from scalelong.experiment import usable_device
 
-    return load_autoencoder(place, scale=scale, device=usable_device(device))
+    return load_autoencoder(place, scale=scale, device=device)
 
 
 def _check_resized(source: Source, size: int) -> None:

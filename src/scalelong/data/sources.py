@@ -6,7 +6,7 @@ import os
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ __all__ = ["Image", "Item", "Source", "SourceError", "digits", "open_source"]
 
 SPLITS = ("train", "val", "test")
 CAPTION_COLUMNS = ("captions", "caption", "text")
+_COLUMNS = ("image_column", "caption_column")  # of tables
 _HUB_TIMEOUT_S = 5
 
 
@@ -46,6 +47,13 @@ class Request:
     crop: str | None = None
     image_column: str = "image"
     caption_column: str | None = None
+
+    def leaves_alone(self, source: str, *names: str) -> None:
+        """Refuse what was asked for and a kind of source would ignore."""
+        for field in fields(self):
+            if field.name in names and (given := getattr(self, field.name)) != field.default:
+                option = f"--{field.name.replace('_', '-')}"
+                raise SourceError(f"{option} means nothing for {source}, got {given!r}; leave it out.")
 
     @property
     def decoder(self) -> Decoder:
@@ -78,6 +86,7 @@ def open_source(
     """Recognise a source: `digits`, NAME:PATH (see `NAMED`), `hf:NAME`, or a path by what lies there."""
     ask = Request(split, size, crop, image_column, caption_column)
     if source == "digits":
+        ask.leaves_alone("the digits", "split", "crop", *_COLUMNS)
         return digits()
     name, colon, rest = source.partition(":")
     if colon and name == "hf":
@@ -89,6 +98,7 @@ def open_source(
             f"the hub, or NAME:PATH with one of {', '.join(NAMED)}."
         )
     if colon and name in NAMED:
+        ask.leaves_alone(name, *_COLUMNS)
         return NAMED[name](path, ask)
     return _recognised_file(path, ask) if path.is_file() else _recognised_folder(path, ask)
 
@@ -97,6 +107,7 @@ def _recognised_file(path: Path, ask: Request) -> Source:
     if path.suffix == ".parquet":
         return parquet([path], ask)
     if tarfile.is_tarfile(path):
+        ask.leaves_alone("CIFAR-10", "crop", *_COLUMNS)
         return cifar10_tar(path, ask.split)
     raise SourceError(f"{path} is neither a parquet file nor a CIFAR-10 tar; give a folder for single images.")
 
@@ -104,6 +115,7 @@ def _recognised_file(path: Path, ask: Request) -> Source:
 def _recognised_folder(path: Path, ask: Request) -> Source:
     for recognise in (cifar10_packed, cifar10_batches):
         if (found := recognise(path, ask.split)) is not None:
+            ask.leaves_alone("CIFAR-10", "crop", *_COLUMNS)
             return found
     for is_it, name in ((is_celeba, "celeba"), (is_coco, "coco"), (is_downsampled_imagenet, "imagenet64")):
         if is_it(path):
@@ -117,6 +129,7 @@ def _recognised_folder(path: Path, ask: Request) -> Source:
             f"a folder of images has no splits, got --split {ask.split}; prepare a folder of its own for each, as "
             f"in: scalelong prepare {path / ask.split}"
         )
+    ask.leaves_alone("a folder of images", *_COLUMNS)
     return image_folder(path, ask.decoder)
 
 
@@ -253,13 +266,17 @@ def _integer_labels(files: list[Path]) -> list[int]:
     for file in files:
         with _whole(file):
             values = pq.read_table(file, columns=["label"])["label"].to_pylist()
-        for row, value in enumerate(values):
-            try:
-                labels.append(as_label(value))
-            except ValueError as error:
-                raise SourceError(
-                    f"{file.name}, row {row}: {error}; mend the column label, or leave it out."
-                ) from error
+        labels += _labels_of(values, file.name)
+    return labels
+
+
+def _labels_of(values: Sequence[Any], where: str) -> list[int]:
+    labels = []
+    for row, value in enumerate(values):
+        try:
+            labels.append(as_label(value))
+        except ValueError as error:
+            raise SourceError(f"{where}, row {row}: {error}; mend the column label, or leave it out.") from error
     return labels
 
 
@@ -304,12 +321,19 @@ def hugging_face(name: str, ask: Request) -> Source:
         raise SourceError(f"the dataset has no column {ask.image_column!r}; it has {', '.join(columns)}.")
     captions = _caption_column(ask.caption_column, columns, "the dataset")
     data = data.cast_column(ask.image_column, datasets.Image(decode=False))
-    feature = data.features.get("label")
-    classes = list(feature.names) if hasattr(feature, "names") else None
+    classes = _classes_of(data, Path(name).name)
     kept = [ask.image_column, *(["label"] if classes else []), *([captions] if captions else [])]
     data = data.select_columns(kept)
     item = partial(_table_item, decoder=ask.decoder, image=ask.image_column, captions=captions)
     return Source(f"dataset {Path(name).name}", len(data), classes, lambda: in_threads(item, enumerate(data)))
+
+
+def _classes_of(data: Any, name: str) -> list[str] | None:
+    """The names of a dataset's labels, or their numbers where it names none."""
+    if "label" not in data.column_names:
+        return None
+    names = getattr(data.features["label"], "names", None)
+    return list(names) if names else numbered_classes(_labels_of(data["label"], f"the dataset {name}"))
 
 
 def _from_hub(name: str) -> Any:
