@@ -119,7 +119,7 @@ def train(
 
 
 def _free(device: str) -> None:
-    """A step and its loader hold each other, and with them the data: a GPU cannot wait until Python finds that."""
+    """Free a GPU's memory now: what compiled code, graphs and errors still hold, and not when Python looks."""
     if device != "cpu":
         gc.collect()
 

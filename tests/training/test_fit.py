@@ -25,7 +25,7 @@ from scalelong.training.fit import Fit
 from scalelong.training.guard import NonFiniteError
 from scalelong.training.log import NoLog, read_metrics
 from scalelong.training.signals import oscillation_index
-from scalelong.training.step import Stepper, parameter_groups, warmup
+from scalelong.training.step import Drawing, Stepper, parameter_groups, warmup
 from scalelong.world import World
 
 SMALL = [
@@ -257,8 +257,9 @@ def test_all_pieces_of_a_batch_are_drawn_by_one_compiled_function(store, monkeyp
         return graph
 
     step = stepper(store, "train.steps=1", "train.batch_size=12", "train.accumulate=12")
-    whole = step._draw_batch(step.pixels, None, step.step, step.places)
-    draw = torch.compile(step._draw_batch, dynamic=False, backend=counting)
+    drawing = Drawing(step.process, step.loader, step.config)
+    whole = drawing.batch(step.pixels, None, step.step, step.places)
+    draw = torch.compile(drawing.batch, dynamic=False, backend=counting)
     parts = [draw(step.pixels[i : i + 1], None, step.step, step.places[i : i + 1]) for i in range(12)]
     assert len(compiled) == 1
     assert torch.equal(torch.cat([timesteps for _, timesteps, _ in parts]), whole[1])
@@ -402,6 +403,20 @@ def test_a_run_that_is_done_lets_its_data_go(store, tmp_path, monkeypatch):
     gc.collect()
     assert made
     assert not any(loader() for loader in made)
+
+
+def test_a_step_and_its_data_go_with_the_last_name_for_them(store):
+    """Without the collector: nothing of theirs holds itself."""
+    gc.collect()
+    gc.disable()
+    try:
+        step = stepper(store, "train.steps=1")
+        step.update(0)
+        held = [weakref.ref(step), weakref.ref(step.loader)]
+        del step
+        assert [thing() for thing in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_an_event_that_fails_costs_no_training_and_is_made_up_for(store, tmp_path):

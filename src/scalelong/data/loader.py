@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,8 @@ class Loader:
         self.null: Tensor | int = store.num_classes if self.text is None else self.text.null.to(self.device)
         self.argument = "class_labels" if self.text is None else "encoder_hidden_states"
         self._ahead = _Ahead()
-        self._order = lru_cache(maxsize=2)(self._shuffled)
+        # Not a method: a cache of one would hold the loader, and the images with it, until the collector comes.
+        self._order = lru_cache(maxsize=2)(partial(_shuffled, seed, len(store), self._place))
 
     def batch(self, start: int, size: int) -> Batch:
         """Images `start` … `start + size - 1` of the stream."""
@@ -180,8 +181,9 @@ class Loader:
             start, size = start + len(part), size - len(part)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _shuffled(self, epoch: int) -> Tensor:
-        return permutation(self.seed, "order", epoch, len(self.store)).to(self._place)
+
+def _shuffled(seed: int, count: int, place: torch.device, epoch: int) -> Tensor:
+    return permutation(seed, "order", epoch, count).to(place)
 
 
 def latent_space(store: Store) -> LatentSpace:

@@ -72,9 +72,9 @@ class Stepper:
         compiled: Callable[..., Any] = _as_it_is if config.execution == "eager" else compile_it
         self.wrapped = model if self.sharded else self.world.wrap(model)
         self.forward = compiled(self.wrapped)
-        self._draw = compiled(self._draw_batch)
+        self._draw = compiled(Drawing(self.process, loader, config).batch)
         self._average = compiled(move_averages)
-        self.noise, self.times, self.dropout = (Stream(config.seed, name) for name in ("noise", "times", "dropout"))
+        self.dropout = Stream(config.seed, "dropout")
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         self.drops = has_dropout(model)
         # What the step reads and writes on the device.
@@ -253,24 +253,37 @@ class Stepper:
             return F.mse_loss(prediction, example.target)
         return (example.weights * (prediction - example.target).square().mean(dim=(1, 2, 3))).mean()
 
-    def _draw_batch(
-        self, pixels: Tensor, condition: Tensor | None, step: Tensor, places: Tensor
-    ) -> tuple[Example, Tensor, Tensor | None]:
-        """Pixels to (input, target and weights; timesteps; classes or contexts): what is random about a batch.
-
-        Each image's place among the step's is a tensor: for a number, every piece would be compiled by itself.
-        """
-        indices = step * self.config.batch_size + places
-        batch = self.loader.finish(pixels, condition, indices)
-        noise = self.noise.normal(indices, tuple(batch.images.shape[1:]))
-        timesteps = self.process.timesteps(self.times.uniform(indices))
-        return self.process.example(batch.images, noise, timesteps), timesteps, batch.condition
-
     def _autocast(self) -> Any:
         if self.config.precision == "fp32":
             return contextlib.nullcontext()
         # A cache of cast weights would outlive the graph that it was captured in.
         return torch.autocast(self.loader.device.type, _DTYPES[self.config.precision], cache_enabled=False)
+
+
+class Drawing:
+    """What is random about a batch: flips, dropped conditions, times and noise, all by the position in the stream.
+
+    Apart from the stepper, which keeps it compiled: it would keep itself, and the data, until the collector comes.
+    """
+
+    def __init__(self, process: Process, loader: Loader, config: TrainConfig) -> None:
+        self.process = process
+        self.loader = loader
+        self.batch_size = config.batch_size
+        self.noise, self.times = (Stream(config.seed, name) for name in ("noise", "times"))
+
+    def batch(
+        self, pixels: Tensor, condition: Tensor | None, step: Tensor, places: Tensor
+    ) -> tuple[Example, Tensor, Tensor | None]:
+        """Pixels to (input, target and weights; timesteps; classes or contexts).
+
+        Each image's place among the step's is a tensor: for a number, every piece would be compiled by itself.
+        """
+        indices = step * self.batch_size + places
+        batch = self.loader.finish(pixels, condition, indices)
+        noise = self.noise.normal(indices, tuple(batch.images.shape[1:]))
+        timesteps = self.process.timesteps(self.times.uniform(indices))
+        return self.process.example(batch.images, noise, timesteps), timesteps, batch.condition
 
 
 class Glance:
