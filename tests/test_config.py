@@ -91,7 +91,7 @@ def test_later_overrides_win():
         ("train.steps=0", "train.steps is at least 1, got 0"),
         ("train.lr=fast", "train.lr is a number, got 'fast'"),
         ("train.warmup_steps=-5", "train.warmup_steps is at least 0, got -5"),
-        ("train.weight_decay=-1", "train.weight_decay is at least 0, got -1"),
+        ("train.weight_decay=-1", "train.weight_decay is finite, at least 0, got -1"),
         ("train.betas=0.9,1", "train.betas lie in"),
         ("train.steps=1e99", "train.steps is below 10"),
         ("train.execution=fast", "one of auto, eager, compiled, captured, got 'fast'"),

@@ -125,8 +125,8 @@ def test_the_loss_is_that_of_the_latents(store):
     step.update(0)
     batch = loader.batch(0, 8)
     assert batch.images.shape == (8, 4, 4, 4)
-    noise = step.noise.normal(batch.indices, (4, 4, 4))
-    k = (step.times.uniform(batch.indices) * 1000).long()
+    noise = Stream(fitted.train.seed, "noise").normal(batch.indices, (4, 4, 4))
+    k = (Stream(fitted.train.seed, "times").uniform(batch.indices) * 1000).long()
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
     bar = (1 - betas).cumprod(0)[k].float()[:, None, None, None]
     with torch.no_grad():

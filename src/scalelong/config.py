@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -143,10 +144,11 @@ class TrainConfig:
         _require(
             self.batch_size % self.accumulate == 0, "train.accumulate divides train.batch_size", self.accumulate
         )
-        _require(self.lr > 0, "train.lr is positive", self.lr)
+        _require(0 < self.lr < math.inf, "train.lr is positive and finite", self.lr)
+        _require(-(2**63) <= self.seed < 2**63, "train.seed is a whole number of 64 bits", self.seed)
         _require(self.posthoc_every >= 0, "train.posthoc_every is at least 0, for never", self.posthoc_every)
         _require(self.warmup_steps >= 0, "train.warmup_steps is at least 0", self.warmup_steps)
-        _require(self.weight_decay >= 0, "train.weight_decay is at least 0", self.weight_decay)
+        _require(0 <= self.weight_decay < math.inf, "train.weight_decay is finite, at least 0", self.weight_decay)
         _require(all(0 <= b < 1 for b in self.betas), "train.betas lie in [0, 1)", self.betas)
         _require(self.steps < 10**12, "train.steps is below 10^12", self.steps)
         _require(self.precision in PRECISIONS, f"train.precision is one of {', '.join(PRECISIONS)}", self.precision)

@@ -99,6 +99,13 @@ def test_a_folder_of_pictures_becomes_samples_and_a_number(trained, data, monkey
     assert "16 samples (dpm++, 3 steps" in quality["protocol"]
 
 
+def test_heun_is_told_with_the_evaluations_that_it_takes(trained, data):
+    args = ["sample", trained, "--num", 2, "--sampler", "heun", "--json"]
+    even, odd = (json.loads(run(*args, "--steps", steps, "--out", data / f"{steps}.npz")) for steps in (6, 5))
+    assert even["steps"] == odd["steps"] == 5
+    np.testing.assert_array_equal(*(np.load(data / f"{steps}.npz")["arr_0"] for steps in (6, 5)))
+
+
 def test_samples_in_a_folder_go_on_where_they_were_stopped(trained, data, monkeypatch, capsys):
     out = data / "many"
     args = ["sample", trained, "--num", 7, "--steps", 2, "--batch", 3, "--seed", 5]
@@ -277,6 +284,11 @@ def test_every_recipe_resolves(data, preset, condition, monkeypatch):
         (["train", "--set", "model.changes.hidden_size=abc"], "model.changes does not suit digits"),
         (["train", "--set", "process=foo"], "unknown noise process 'foo'"),
         (["report", "."], ". is no run folder"),
+        (["train", "--set", "train.lr=Infinity"], "train.lr is positive and finite, got inf"),
+        (["train", "--set", f"train.seed={10**20}"], "train.seed is a whole number of 64 bits"),
+        (["train", "--held-out-every", "5"], "--held-out-every is about --held-out, which was not given"),
+        (["train", "--evaluate-num", "50"], "--evaluate-num is about --evaluate-every, which was not given"),
+        (["train", "--features", "pixels"], "--features is about --evaluate-every, which was not given"),
         (["prepare", "digits", "--out", "dg", "--device", "quantum"], "cpu, cuda or cuda:N, got 'quantum'"),
     ],
 )

@@ -12,6 +12,7 @@ from diffusers import DDIMPipeline, DiffusionPipeline
 import scalelong
 from scalelong import experiment
 from scalelong.data.loader import Loader
+from scalelong.data.random import Stream
 from scalelong.diffusion.sampling import samplers_for
 from scalelong.diffusion.solvers import heun
 from scalelong.export import export, load_pipeline
@@ -81,8 +82,8 @@ def test_the_loss_is_the_weighted_error(store):  # noqa: F811
     step = Stepper(model, experiment.process_of(run), loader, run.train)
     step.update(0)
     batch = loader.batch(0, 32)
-    noise = step.noise.normal(batch.indices, (1, 8, 8))
-    k = (step.times.uniform(batch.indices) * 1000).long()
+    noise = Stream(run.train.seed, "noise").normal(batch.indices, (1, 8, 8))
+    k = (Stream(run.train.seed, "times").uniform(batch.indices) * 1000).long()
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
     bar = (1 - betas).cumprod(0)[k].float()[:, None, None, None]
     with torch.no_grad():

@@ -32,17 +32,17 @@ class BranchScale(nn.Module):
         return branch if self.constant == 1 else branch * self.constant
 
 
-def branch_scale(spec: str) -> BranchScale:
+def branch_scale(spec: str | None) -> BranchScale:
     """Build the module that a spec names.
 
     >>> branch_scale("stable:0.1").constant
     0.1
     """
-    if spec == "none":
+    if spec in ("none", None):  # `none` as a setting's value is no text
         return BranchScale(1.0)
     if spec == "rezero":
         return BranchScale(None)
-    match = re.fullmatch(r"stable:(\d*\.?\d+)", spec, re.ASCII)
+    match = re.fullmatch(r"stable:(\d*\.?\d+)", str(spec), re.ASCII)
     if match and 0 < (value := float(match[1])) <= 1 and math.isfinite(value):
         return BranchScale(value)
     raise ValueError(

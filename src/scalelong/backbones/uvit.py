@@ -28,6 +28,7 @@ from scalelong.skips.scalers import scale_skip
 from scalelong.skips.spec import Scaling, parse_scaling
 
 TIMESTEP_MAPS = ("identity", "continuous", "one-based")
+_SWITCHES = ("qkv_bias", "mlp_time_embed", "final_conv", "identity_final_conv")
 
 
 @dataclass
@@ -93,6 +94,7 @@ class UViT(ModelMixin, ConfigMixin):
         super().__init__()
         grid = _grid(sample_size, patch_size)
         _check(num_layers, hidden_size, num_attention_heads, num_class_embeds, cross_attention_dim, timestep_map)
+        _check_kinds(mlp_ratio, qkv_bias, mlp_time_embed, final_conv, identity_final_conv)
         self.grid = grid
         self.patch_size = patch_size
         self.num_extra_tokens = 1 + (num_class_embeds is not None) + (text_len if cross_attention_dim else 0)
@@ -390,6 +392,15 @@ def _grid(sample_size: int | tuple[int, int], patch_size: int) -> tuple[int, int
     return height // patch_size, width // patch_size
 
 
+def _check_kinds(mlp_ratio: float, *switches: bool) -> None:
+    """Any text is true, and a negative width fails far from here: settings are typed by hand."""
+    if isinstance(mlp_ratio, bool) or not isinstance(mlp_ratio, int | float) or not 0 < mlp_ratio < math.inf:
+        raise ValueError(f"mlp_ratio is a positive number, got {mlp_ratio!r}.")
+    for name, value in zip(_SWITCHES, switches, strict=True):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is true or false, got {value!r}.")
+
+
 def _check(
     num_layers: int,
     hidden_size: int,
@@ -403,6 +414,8 @@ def _check(
             f"num_layers is even, so that each encoder block has its decoder block; got {num_layers}, "
             f"try {max(2, num_layers + num_layers % 2)}."
         )
+    if hidden_size < 1:
+        raise ValueError(f"hidden_size is at least 1, got {hidden_size}.")
     if num_heads < 1 or hidden_size % num_heads:
         raise ValueError(f"num_attention_heads divides hidden_size, got {num_heads} and {hidden_size}.")
     if num_classes is not None and text_dim:

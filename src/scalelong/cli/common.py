@@ -81,8 +81,11 @@ def tracked(items: Iterable[Any], total: int, description: str) -> Iterator[Any]
 
 
 def sampling_of(config: RunConfig, **given: Any) -> dict[str, Any]:
-    """Sampler, steps and guidance: what was given, and the run's own for the rest."""
-    return {**asdict(config.sampling), **{key: value for key, value in given.items() if value is not None}}
+    """Sampler, steps and guidance: what was given, and the run's own for the rest; steps as they will be taken."""
+    from scalelong.diffusion.sampling import evaluations
+
+    how = {**asdict(config.sampling), **{key: value for key, value in given.items() if value is not None}}
+    return how | {"steps": evaluations(how["sampler"], how["steps"])}
 
 
 def say_warm_up(config: RunConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -93,8 +94,12 @@ def train(
         int | None,
         typer.Option(min=1, help="Log FID, KID, precision, recall of each average every so often."),
     ] = None,
-    evaluate_num: Annotated[int, typer.Option(min=4, help="From how many samples.")] = 10_000,
-    features: Annotated[str, typer.Option(help="inception, or pixels for tiny images.")] = "inception",
+    evaluate_num: Annotated[
+        int | None, typer.Option(min=4, help="From how many samples.", show_default="10000")
+    ] = None,
+    features: Annotated[
+        str | None, typer.Option(help="inception, or pixels for tiny images.", show_default="inception")
+    ] = None,
     inception: Annotated[Path | None, typer.Option(help="The FID network's TorchScript file.")] = None,
     held_out: Annotated[
         Path | None, typer.Option(help="Log the loss on this prepared data too, which is not trained on.")
@@ -102,7 +107,9 @@ def train(
     held_out_every: Annotated[
         int | None, typer.Option(min=1, help="How often; by default whenever pictures are drawn.")
     ] = None,
-    held_out_num: Annotated[int, typer.Option(min=2, help="On how many of its images.")] = 2_000,
+    held_out_num: Annotated[
+        int | None, typer.Option(min=2, help="On how many of its images.", show_default="2000")
+    ] = None,
     stop_after: Annotated[
         float | None,
         typer.Option(min=0, metavar="MINUTES", help="Save and stop after so long; the same command goes on."),
@@ -121,6 +128,10 @@ def train(
     from scalelong.training.trackers import check_logger
 
     check_logger(logger)
+    _check_asked(held_out, "--held-out", {"--held-out-every": held_out_every, "--held-out-num": held_out_num})
+    of_quality = {"--evaluate-num": evaluate_num, "--features": features, "--inception": inception}
+    _check_asked(evaluate_every, "--evaluate-every", of_quality)
+    features = features or "inception"
     check_kind(features, inception)
     overrides = [*([f"model.scaling={scaling}"] if scaling else []), *(settings or [])]
     before = None if preset else _run_to_go_on_from(out, branch)
@@ -149,9 +160,10 @@ def train(
             return
         judges = []
         if held_out is not None:
-            judges.append(_held_out(config, store, held_out, device, held_out_num, held_out_every))
+            judges.append(_held_out(config, store, held_out, device, held_out_num or 2_000, held_out_every))
         if evaluate_every is not None:
-            judges.append(_quality(config, store, features, inception, device, evaluate_num, evaluate_every))
+            num = evaluate_num or 10_000
+            judges.append(_quality(config, store, features, inception, device, num, evaluate_every))
         stop_after_s = math.inf if stop_after is None else 60 * stop_after
         how: dict[str, Any] = {"logger": logger, "judges": judges, "stop_after_s": stop_after_s, "begin": begin}
         done = _run(config, store, out, device, **how)
@@ -164,6 +176,13 @@ def train(
         as_json,
         f"{out}: step {step:,} of {config.train.steps:,} is saved.{again} Next: scalelong sample {out}",
     )
+
+
+def _check_asked(question: object, name: str, about: Mapping[str, object]) -> None:
+    """An option that only says how something is done means nothing where it is not asked for."""
+    for option, value in about.items():
+        if question is None and value is not None:
+            raise ValueError(f"{option} is about {name}, which was not given; add it, or leave {option} out.")
 
 
 def _run_to_go_on_from(out: Path | None, branch: Path | None) -> Path | None:

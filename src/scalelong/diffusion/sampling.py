@@ -160,6 +160,11 @@ def _guided(
     return predict
 
 
+def evaluations(sampler: str, steps: int) -> int:
+    """How often the network is asked for one image: heun takes the odd number that is not above `steps`."""
+    return steps - 1 + steps % 2 if sampler == "heun" and steps > 1 else steps
+
+
 def check_request(process: Process, sampler: str, steps: int, guidance: float, conditional: bool) -> None:
     """Refuse what `sample` cannot do; `conditional` is whether it gets labels or text."""
     if sampler not in SAMPLERS:
