@@ -40,13 +40,14 @@ def main(
     batch: Annotated[int, typer.Option(help="Images per step.")] = 64,
     rounds: Annotated[int, typer.Option(help="Intervals of steps for each, two at least.")] = 10,
     interval: Annotated[int, typer.Option(help="The monitor's interval.")] = INTERVAL,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Under autocast, as most train on a GPU.")] = False,
     out: Annotated[Path, typer.Option(help="Where the result file goes.")] = MONITOR_RESULTS,
 ) -> None:
     """Time steps with and without the monitor in turns, print the overhead and write a dated result file."""
-    about = {"batch": batch, "interval": interval, "hardware": hardware(), "torch": torch.__version__}
+    about = {"batch": batch, "bf16": bf16, "interval": interval, "hardware": hardware(), "torch": torch.__version__}
     rows: list[dict[str, Any]] = []
     for preset in presets:
-        rows.append({"preset": preset, **measure(preset, batch, rounds * interval, interval), **about})
+        rows.append({"preset": preset, **measure(preset, batch, rounds * interval, interval, bf16=bf16), **about})
         typer.echo(sentence(rows[-1]))
     out.mkdir(parents=True, exist_ok=True)
     file = out / f"{date.today().isoformat()}-monitor-{'-'.join(presets)}.json"
@@ -54,11 +55,11 @@ def main(
     typer.echo(f"written: {file}")
 
 
-def measure(preset: str, batch: int, steps: int, interval: int) -> dict[str, Any]:
+def measure(preset: str, batch: int, steps: int, interval: int, *, bf16: bool = False) -> dict[str, Any]:
     """Milliseconds of a plain step, and the monitor's in two ways."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build(preset).to(device).train()
-    step = training_step(model, batch, device)
+    step = training_step(model, batch, device, bf16)
     plain, more, inside = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         monitor = StabilityMonitor(model, folder, interval=interval, on_alarm=lambda alarm: None, report=False)
@@ -96,7 +97,7 @@ def sentence(row: dict[str, Any]) -> str:
     )
 
 
-def training_step(model: nn.Module, batch: int, device: str) -> Callable[[Callable[[Any], Any]], None]:
+def training_step(model: nn.Module, batch: int, device: str, bf16: bool) -> Callable[[Callable[[Any], Any]], None]:
     """A step of a plain loop, with a place between the backward pass and the update."""
     config: Any = model.config
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -104,7 +105,9 @@ def training_step(model: nn.Module, batch: int, device: str) -> Callable[[Callab
     timesteps = torch.randint(0, 1000, (batch,), device=device)
 
     def step(between: Callable[[Any], Any]) -> None:
-        loss = F.mse_loss(model(images, timesteps, return_dict=False)[0], images)
+        with torch.autocast(device, torch.bfloat16, enabled=bf16):
+            prediction = model(images, timesteps, return_dict=False)[0]
+        loss = F.mse_loss(prediction.float(), images)
         loss.backward()
         if loss.is_cuda:  # or a look at the numbers of this step waits for it, and its time counts as the monitor's
             torch.cuda.synchronize()
