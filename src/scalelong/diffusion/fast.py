@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scalelong.kernels.compiling import compiled
 from scalelong.kernels.graphs import captured, warm_up
 
 
@@ -20,8 +21,7 @@ class FastNetwork(nn.Module):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
-        # Not for any batch size, as the compiler would after a training of this network with another one.
-        self.compiled = torch.compile(network, dynamic=False)
+        self.compiled = compiled(network)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: dict[str, Tensor] = {}
         self.output = torch.empty(0)

@@ -20,6 +20,7 @@ from scalelong.config import TrainConfig, resolved_for
 from scalelong.data.loader import Loader
 from scalelong.data.random import Stream
 from scalelong.diffusion.process import Example, Process
+from scalelong.kernels.compiling import compiled
 from scalelong.kernels.graphs import captured, warm_up
 from scalelong.skips.apply import scaling_of
 from scalelong.training.ema import EMA, move_averages
@@ -68,12 +69,11 @@ class Stepper:
             capturable=device.type == "cuda",
         )
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-        compile_it = partial(torch.compile, dynamic=False)
-        compiled: Callable[..., Any] = _as_it_is if config.execution == "eager" else compile_it
+        fast: Callable[..., Any] = _as_it_is if config.execution == "eager" else compiled
         self.wrapped = model if self.sharded else self.world.wrap(model)
-        self.forward = compiled(self.wrapped)
-        self._draw = compiled(Drawing(self.process, loader, config).batch)
-        self._average = compiled(move_averages)
+        self.forward = fast(self.wrapped)
+        self._draw = fast(Drawing(self.process, loader, config).batch)
+        self._average = fast(move_averages)
         self.dropout = Stream(config.seed, "dropout")
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         self.drops = has_dropout(model)
