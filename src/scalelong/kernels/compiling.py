@@ -17,8 +17,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _keep_compilers_awake() -> None:
     """Compilers that torch puts to sleep after a minute without work may never answer again.
 
-    A training compiles first for its steps and later for its first judgement: with torch 2.11 such a run stood still
-    for good, waiting for a kernel (pytorch/pytorch#183884). It takes effect for compilers not yet started.
+    A training compiles first for its steps and later for its first judgement: with torch 2.11 such a run stood
+    still for good, waiting for a kernel (pytorch/pytorch#183884). It takes effect for compilers not yet started.
     """
     import torch._inductor.config as inductor
 
