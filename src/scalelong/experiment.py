@@ -156,11 +156,15 @@ def _train(
     fit = Fit(config, Stepper(model, process_of(config), loader, config.train, world), out)
     # Last: settings that cannot be leave no folder behind.
     with claimed(out) if world.is_first else contextlib.nullcontext():
+        begins_at = 0
         if world.is_first:
+            begin.record(out, config.model.preset)
             open_run(config, out, text, data)
-            begin.enter(out)
+            begins_at = begin.enter(out)
         world.wait()
         resumed_at = fit.resume()
+        if resumed_at < begins_at:  # the step 0 of a branch would be one from scratch
+            raise ValueError(f"{out} has no whole copy of what it begins with; give the same command again.")
         if len({int(step) for step in world.gather(torch.tensor([resumed_at], device=device))}) > 1:
             raise ValueError(f"the processes found different checkpoints in {out}; all must see the same folder.")
         log = RunLog(out, resumed_at, logger, to_dict(config)) if world.is_first else NoLog()

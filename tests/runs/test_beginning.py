@@ -190,3 +190,41 @@ def test_a_run_goes_on_as_it_began(run, store, tmp_path):  # noqa: F811
         experiment.train(config("train.steps=8"), store, other, begin=experiment.Weights(str(run)))
     experiment.train(config("train.steps=8"), store, out, begin=experiment.Branch(run))
     assert experiment.last_step(out) == 8
+
+
+@pytest.mark.parametrize("how", ["branch", "weights"])
+def test_what_is_stopped_while_it_begins_is_no_run_from_scratch(run, store, tmp_path, monkeypatch, how):  # noqa: F811
+    asked, out = config("train.steps=8"), tmp_path / "stopped"
+    begin = experiment.Branch(run) if how == "branch" else experiment.Weights(str(run))
+    experiment.train(asked, store, tmp_path / "straight", begin=begin)
+    look = checkpoint.load_latest
+
+    def stopped(root):
+        if (out / "config.json").exists() or (how == "weights" and out.exists()):
+            raise KeyboardInterrupt
+        return look(root)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "load_latest", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            experiment.train(asked, store, out, begin=begin)
+    again = {} if (out / "config.json").exists() else {"begin": begin}
+    experiment.train(asked, store, out, **again)
+    assert same(tmp_path / "straight", out)
+
+
+def test_a_branch_without_its_checkpoint_does_not_begin(run, store, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(checkpoint, "copy", lambda found, root: None)
+    with pytest.raises(ValueError, match="has no whole copy of what it begins with; give the same command again"):
+        experiment.train(config("train.steps=8"), store, tmp_path / "out", begin=experiment.Branch(run))
+
+
+def test_a_branch_may_begin_with_fp16(run, store, tmp_path):  # noqa: F811
+    asked = config("train.steps=8", "train.precision=fp16")
+    experiment.train(asked, store, tmp_path / "half", begin=experiment.Branch(run))
+    state = checkpoint.load_latest(tmp_path / "half" / "checkpoints").state
+    assert state["step"] == 8
+    assert state["scaler"]["scale"] > 1
+    again = config("train.steps=9", "train.precision=fp32")
+    experiment.train(again, store, tmp_path / "single", begin=experiment.Branch(tmp_path / "half"))
+    assert experiment.last_step(tmp_path / "single") == 9

@@ -124,3 +124,18 @@ def test_a_broken_later_one_does_not_cost_the_one_just_written(tmp_path):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["step-000000050", "step-000000100"]
     with pytest.warns(UserWarning, match="step-000000100 is damaged"):
         assert load_latest(tmp_path).step == 50
+
+
+def test_a_copy_of_what_may_not_be_written_to_may_be(tmp_path):
+    given = save_step(tmp_path / "run", 3)
+    (given / "model").mkdir()  # as the processes of FSDP leave it
+    (given / "model" / "part").write_text("x")
+    everything = [given, *given.rglob("*")]
+    for path in everything:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    checkpoint.copy(load(given), tmp_path / "branch")
+    for path in everything:
+        path.chmod(0o755)
+        copied = tmp_path / "branch" / path.relative_to(given.parent)
+        assert copied.stat().st_mode & 0o200
+        assert copied.is_dir() or copied.read_bytes() == path.read_bytes()

@@ -61,8 +61,12 @@ class Beginning:
         """The network at its first step, or one that a checkpoint is read into."""
         return build_model(config, device)
 
-    def enter(self, out: Path) -> None:
-        """Put what the run needs into its new folder."""
+    def record(self, out: Path, preset: str) -> None:
+        """Say in a new folder how it begins: before its config, without which it is no run yet."""
+
+    def enter(self, out: Path) -> int:
+        """Put what the run needs into its new folder; the step that it begins at."""
+        return 0
 
     def told(self) -> str | None:
         """How, for people; None where there is nothing to tell."""
@@ -130,10 +134,10 @@ class Weights(Beginning):
         """How, for people."""
         return f"with the weights of {self.source}"
 
-    def enter(self, out: Path) -> None:
+    def record(self, out: Path, preset: str) -> None:
         """Remember where the weights came from, and what they decided."""
         origin = _origin(self.source)
-        decided = self.decided or origin.decided(read_config(out).model.preset)
+        decided = self.decided or origin.decided(preset)
         _Began(how=self.how, source=self.place, step=origin.step(), decided=decided).write(out)
 
 
@@ -171,11 +175,16 @@ class Branch(Beginning):
         """How, for people."""
         return f"as a branch of {self.run}"
 
-    def enter(self, out: Path) -> None:
-        """Copy the checkpoint, and remember whose it is."""
+    def record(self, out: Path, preset: str) -> None:
+        """Remember whose the checkpoint is."""
+        _Began(how=self.how, source=self.place).write(out)
+
+    def enter(self, out: Path) -> int:
+        """Copy the checkpoint, and remember which it is."""
         found = self._checkpoint()
         _Began(how=self.how, source=self.place, step=found.step).write(out)
         checkpoint.copy(found, out / CHECKPOINTS)
+        return found.step
 
     def _checkpoint(self) -> checkpoint.Checkpoint:
         found = checkpoint.load_latest(self.run / CHECKPOINTS)

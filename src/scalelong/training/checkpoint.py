@@ -141,7 +141,7 @@ def copy(found: Checkpoint, root: Path) -> None:
     work = root / f"{_PARTIAL}{found.folder.name}"
     shutil.rmtree(work, ignore_errors=True)
     try:
-        shutil.copytree(found.folder, work)
+        _copy_files(found.folder, work)
         sync_folder(work)
         shutil.rmtree(root / found.folder.name, ignore_errors=True)  # one that is damaged
         work.rename(root / found.folder.name)
@@ -149,6 +149,16 @@ def copy(found: Checkpoint, root: Path) -> None:
         shutil.rmtree(work, ignore_errors=True)
         raise
     sync(root)
+
+
+def _copy_files(folder: Path, to: Path) -> None:
+    """What is in the files alone: a run that may not be written to gives a copy that may be pruned."""
+    to.mkdir(parents=True)
+    for path in sorted(folder.rglob("*")):  # folders before what is in them
+        if path.is_dir():
+            (to / path.relative_to(folder)).mkdir()
+        else:
+            shutil.copyfile(path, to / path.relative_to(folder))
 
 
 def _finish(work: Path, final: Path, state: Mapping[str, Any], sums: dict[str, str]) -> None:

@@ -73,7 +73,8 @@ class Fit:
         for ema in self.stepper.averages:
             found.load_into(ema.name, ema.weights)
         _load_optimiser(self.stepper, found)
-        self.stepper.scaler.load_state_dict(found.state["scaler"])
+        if found.state["scaler"]:  # it is empty but in fp16, which a branch may begin
+            self.stepper.scaler.load_state_dict(found.state["scaler"])
         self.oscillation.load(found.state["oscillation"])
         self.recent = [torch.tensor(loss, device=self.stepper.loader.device) for loss in found.state["recent"]]
         self.step = found.step
