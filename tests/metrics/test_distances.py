@@ -65,7 +65,13 @@ def test_kid_is_unbiased_and_grows_with_distance():
         sum(k(a[i], a[j]) + k(b[i], b[j]) for i, j in pairs if i != j) / 20
         - 2 * sum(k(a[i], b[j]) for i, j in pairs) / 25
     )
-    assert kernel_distance(x[:5], far[:5], subsets=1, size=5)[0] == pytest.approx(want)
+    assert kernel_distance(x[:5], far[:5], subsets=1, size=5) == (pytest.approx(want), None)
+
+
+def test_kid_has_no_deviation_where_every_subset_is_all_there_is():
+    x, y = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(0))
+    assert kernel_distance(x, y)[1] is None
+    assert kernel_distance(x, y[:30])[1] > 0  # of the larger side subsets differ
 
 
 def test_precision_and_recall_see_lost_modes_and_bad_samples():

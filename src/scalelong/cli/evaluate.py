@@ -144,11 +144,12 @@ def _measure_quality(
 
         samples = experiment.drawn(loaded.config, drawer, share, batch=batch, labels=labels, walk=walk, **how)
         quality = quality_of(samples, reference, network, settings, world, _say_next)
+    spread = "" if quality.kid_deviation is None else f" ± {quality.kid_deviation:.2g}"
     print_result(
         {"run": str(run), "step": loaded.step, "ema": loaded.ema_rate, **quality.as_dict()},
         as_json,
         f"{'Fréchet distance' if network.name == 'pixels' else 'FID'} {quality.fid:.4g}, "
-        f"KID {quality.kid:.3g} ± {quality.kid_deviation:.2g}, precision {quality.precision:.3f}, "
+        f"KID {quality.kid:.3g}{spread}, precision {quality.precision:.3f}, "
         f"recall {quality.recall:.3f}\n({quality.protocol})" + f"\n{quality.caution}".rstrip(),
     )
 

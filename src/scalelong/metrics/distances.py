@@ -58,9 +58,14 @@ def _square_root(matrix: Tensor) -> Tensor:
 
 def kernel_distance(
     a: Tensor, b: Tensor, *, subsets: int = 100, size: int = 1000, seed: int = 0
-) -> tuple[float, float]:
-    """KID (Bińkowski et al. 2018): unbiased MMD² with the kernel (x·y/D + 1)³, mean and deviation over subsets."""
+) -> tuple[float, float | None]:
+    """KID (Bińkowski et al. 2018): unbiased MMD² with the kernel (x·y/D + 1)³, mean and deviation over subsets.
+
+    Where a subset would be all there is, they do not differ: one is taken, and there is no deviation.
+    """
     size = min(size, len(a), len(b))
+    if size == len(a) == len(b):
+        return _mmd2(a.double(), b.double()).item(), None
     generator = torch.Generator().manual_seed(seed)
     values = []
     for _ in range(subsets):

@@ -43,7 +43,7 @@ class Quality:
 
     fid: float
     kid: float
-    kid_deviation: float
+    kid_deviation: float | None  # over subsets; None where all of both sides make one
     precision: float
     recall: float
     protocol: str
