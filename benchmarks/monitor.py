@@ -1,12 +1,15 @@
 """What the monitor costs a plain loop: `python -m benchmarks.monitor digits cifar10-unet`.
 
-One loop (forward, backward, AdamW) with and without a `StabilityMonitor` at its default interval, measured twice:
+One loop (forward, backward, AdamW) with and without a `StabilityMonitor` at its default interval, measured thrice:
 
 - pairs: a plain and a monitored step follow each other on the same weights, now the one first and now the other.
   The median of their differences holds all of the cost, and the noise of two whole steps: hence its standard error.
 - inside: the time within the monitor's own functions, in the loop, where they find the caches cold. Its median at
   each place of two intervals, averaged over them, with the look and the written line. It is hardly noisy, leaves
   out the few microseconds that torch takes to call a hook, and counts what the optimiser then finds in the caches.
+- loop: an interval of plain steps and one of monitored steps follow each other, now the one first and now the
+  other, and only the ends of each are timed. On a GPU this alone is what a training loses: the two above wait for
+  the device in every step, so that the host's work never overlaps with the device's. A median, as for pairs.
 
 On a CPU whole steps are timed by the processor's clock, which a shared machine disturbs less than that on the wall.
 """
@@ -55,49 +58,108 @@ def main(
     typer.echo(f"written: {file}")
 
 
+Step = Callable[[Callable[[Any], Any]], None]
+
+
 def measure(preset: str, batch: int, steps: int, interval: int, *, bf16: bool = False) -> dict[str, Any]:
-    """Milliseconds of a plain step, and the monitor's in two ways."""
+    """Milliseconds of a plain step, and the monitor's in three ways."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build(preset).to(device).train()
     step = training_step(model, batch, device, bf16)
-    plain, more, inside = [], [], []
+    warmup = min(WARMUP, interval)
     with tempfile.TemporaryDirectory() as folder:
-        monitor = StabilityMonitor(model, folder, interval=interval, on_alarm=lambda alarm: None, report=False)
+        monitor = StabilityMonitor(
+            model,
+            folder,
+            interval=interval,
+            on_alarm=lambda alarm: None,
+            report=False,
+            first_step=interval
+            - warmup,  # the last of the warm-up is a look: a first one loads kernels and writers
+        )
         watch = Stopwatch(monitor)
-        for number in range(1, steps + 1):
-            times = {}
-            watch.spent = 0.0
-            for watched in (number % 2 == 0, number % 2 == 1):
-                watch.attach(watched)
-                started = _now(device)
-                step(watch.step if watched else lambda loss: None)
-                times[watched] = (_now(device) - started) * 1e3
-            plain.append(times[False])
-            more.append(times[True] - times[False])
-            inside.append(watch.spent * 1e3)
+        _run(step, watch, warmup, watched=True)
+        plain, more, inside = alternating_steps(step, watch, steps, device)
+        block, block_more = alternating_blocks(step, watch, max(2, steps // interval), interval, device)
         watch.attach(True)
         monitor.close()
-    pairs, error = median_with_error(more[WARMUP:])
+    pairs, error = median_with_error(more)
+    loop, loop_error = median_with_error(block_more)
     return {
-        "pairs": len(more) - WARMUP,
-        "plain_ms": round(statistics.median(plain[WARMUP:]), 3),
+        "pairs": len(more),
+        "plain_ms": round(statistics.median(plain), 3),
         "pairs_ms": round(pairs, 4),
         "pairs_standard_error_ms": round(error, 4),
         "inside_ms": round(over_the_interval(inside, interval), 4),
+        "blocks": len(block_more),
+        "loop_plain_ms": round(statistics.median(block), 3),
+        "loop_ms": round(loop, 4),
+        "loop_standard_error_ms": round(loop_error, 4),
     }
+
+
+def alternating_steps(step: Step, watch: Stopwatch, steps: int, device: str) -> tuple[list[float], ...]:
+    """Milliseconds of plain steps, what the monitored ones beside them take more, and those inside the monitor."""
+
+    def between(loss: Any) -> None:
+        if device == "cuda":  # or a look at the numbers of this step waits for it, and that counts as the monitor's
+            torch.cuda.synchronize()
+        if watch.attached:
+            watch.step(loss)
+
+    plain, more, inside = [], [], []
+    for number in range(1, steps + 1):
+        times = {}
+        watch.spent = 0.0
+        for watched in (number % 2 == 0, number % 2 == 1):
+            watch.attach(watched)
+            started = _now(device)
+            step(between)
+            times[watched] = (_now(device) - started) * 1e3
+        plain.append(times[False])
+        more.append(times[True] - times[False])
+        inside.append(watch.spent * 1e3)
+    return plain, more, inside
+
+
+def alternating_blocks(
+    step: Step, watch: Stopwatch, pairs: int, interval: int, device: str
+) -> tuple[list[float], list[float]]:
+    """Milliseconds a step of plain blocks, and what the monitored blocks beside them take more.
+
+    A block is an interval, so that each monitored one has its look; nothing but that waits for the device.
+    """
+    plain, more = [], []
+    for number in range(pairs):
+        times = {}
+        for watched in (number % 2 == 1, number % 2 == 0):
+            started = _now(device)
+            _run(step, watch, interval, watched=watched)
+            times[watched] = (_now(device) - started) * 1e3 / interval
+        plain.append(times[False])
+        more.append(times[True] - times[False])
+    return plain, more
+
+
+def _run(step: Step, watch: Stopwatch, steps: int, *, watched: bool) -> None:
+    watch.attach(watched)
+    for _ in range(steps):
+        step(watch.step if watched else lambda loss: None)
 
 
 def sentence(row: dict[str, Any]) -> str:
     """A measurement, as shares of a plain step."""
     names = ("pairs_ms", "pairs_standard_error_ms", "inside_ms")
     pairs, error, inside = (row[name] / row["plain_ms"] for name in names)
+    loop, loop_error = (row[name] / row["loop_plain_ms"] for name in ("loop_ms", "loop_standard_error_ms"))
     return (
         f"{row['preset']}, batch {row['batch']}: {row['plain_ms']:.1f} ms a plain step; the monitor takes "
-        f"{pairs:.2%} ± {error:.2%} of it by {row['pairs']} pairs, {inside:.2%} inside"
+        f"{pairs:.2%} ± {error:.2%} of it by {row['pairs']} pairs, {inside:.2%} inside; in a "
+        f"loop {loop:.2%} ± {loop_error:.2%} of {row['loop_plain_ms']:.1f} ms by {row['blocks']} pairs of blocks"
     )
 
 
-def training_step(model: nn.Module, batch: int, device: str, bf16: bool) -> Callable[[Callable[[Any], Any]], None]:
+def training_step(model: nn.Module, batch: int, device: str, bf16: bool) -> Step:
     """A step of a plain loop, with a place between the backward pass and the update."""
     config: Any = model.config
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -109,8 +171,6 @@ def training_step(model: nn.Module, batch: int, device: str, bf16: bool) -> Call
             prediction = model(images, timesteps, return_dict=False)[0]
         loss = F.mse_loss(prediction.float(), images)
         loss.backward()
-        if loss.is_cuda:  # or a look at the numbers of this step waits for it, and its time counts as the monitor's
-            torch.cuda.synchronize()
         between(loss)
         optimiser.step()
         optimiser.zero_grad()
@@ -123,12 +183,14 @@ class Stopwatch:
 
     def __init__(self, monitor: StabilityMonitor) -> None:
         self.spent = 0.0
+        self.attached = True
         self.step = self._timed(monitor.step)
         hooks = [(hook.hooks_dict_ref(), hook.id) for hook in (*monitor.pulse._hooks, *monitor._call._hooks)]
         self.hooks = [(place, key, self._timed(place[key])) for place, key in hooks]
 
     def attach(self, on: bool) -> None:
         """The skips' hooks, put on for a look, are not among them: they stay for the plain step before it."""
+        self.attached = on
         for place, key, hook in self.hooks:
             if on:
                 place[key] = hook

@@ -231,9 +231,11 @@ def test_all_expectations_are_current():
 
 def test_what_the_monitor_costs(tmp_path):
     out = run(monitor, "digits", "--batch", "2", "--rounds", "2", "--interval", "4", "--out", str(tmp_path))
-    assert "of it by 5 pairs" in out
+    assert "of it by 8 pairs" in out
+    assert "by 2 pairs of blocks" in out
     (row,) = json.loads(next(tmp_path.glob("*.json")).read_text())
     assert row["plain_ms"] > 0 < row["inside_ms"]
+    assert row["loop_plain_ms"] > 0 <= row["loop_standard_error_ms"]
     assert row["interval"] == 4
 
 

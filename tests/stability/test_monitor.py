@@ -10,6 +10,7 @@ import sys
 import types
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import nn
 
 import scalelong
 from scalelong import StabilityMonitor
+from scalelong.stability.alarm import Alarm
 from scalelong.stability.monitor import AlarmError, StabilityWarning
 from scalelong.training.guard import NonFiniteError
 from tests.contracts.zoo import CASES
@@ -434,9 +436,8 @@ def test_two_steps_of_the_monitor_for_one_call_of_the_model(tmp_path):
 
 
 def test_what_arrives_late_names_the_block(tmp_path, monkeypatch):
-    """As on a GPU, where values arrive two steps later and outputs are seen in every step."""
+    """As on a GPU, where values arrive two steps later, and outputs are seen in each of the first steps."""
     from scalelong.stability.inbox import Inbox
-    from scalelong.stability.pulse import Pulse
 
     def late(self, *, wait=False):
         while len(self._under_way) > (0 if wait else 2):
@@ -444,7 +445,7 @@ def test_what_arrives_late_names_the_block(tmp_path, monkeypatch):
             yield step, host.numpy(), note
 
     monkeypatch.setattr(Inbox, "arrived", late)
-    monkeypatch.setattr(Pulse, "arm", lambda self, step, everything: None)
+    monkeypatch.setattr(StabilityMonitor, "_finds_late", True)
     loop = Loop()
     with (
         pytest.raises(
@@ -453,6 +454,33 @@ def test_what_arrives_late_names_the_block(tmp_path, monkeypatch):
         StabilityMonitor(loop.model, tmp_path, logger="none", report=False) as monitor,
     ):
         loop.run(monitor, 9, spoil(loop.model, "in_blocks.2.mlp.fc1"))
+
+
+def test_what_arrives_late_of_a_step_whose_outputs_were_not_looked_at_says_so(tmp_path):
+    loop = Loop()
+    with StabilityMonitor(loop.model, tmp_path, logger="none", report=False) as monitor:
+        values = np.full(len(monitor.pulse.names), -1.0, dtype=np.float32)
+        values[0], values[monitor.pulse.telling] = np.nan, 1.0  # the first output is seen in every step
+        assert "were not looked at in this step; it was found 2 steps later" in monitor._culprit(-2, "loss", values)
+
+
+def test_where_a_nan_is_found_late_outputs_are_seen_when_trouble_is_likely(tmp_path, monkeypatch):
+    monkeypatch.setattr(StabilityMonitor, "_finds_late", True)
+    loop = Loop()
+    with StabilityMonitor(loop.model, tmp_path, interval=1000, logger="none", report=False) as monitor:
+        shown = set()
+
+        def run(steps):
+            for _ in range(steps):
+                if monitor.pulse.showing:
+                    shown.add(monitor.steps + 1)
+                loop.run(monitor, 1)
+
+        run(60)
+        assert shown == {*range(1, 51), 52, 56, 60}
+        monitor.alarms.append(Alarm(step=60, signal="loss", layer="", factor=2.0, score=8.0))
+        run(3)
+        assert {62, 63} <= shown  # 61 was about to come
 
 
 def test_what_arrives_when_its_gradients_are_gone_is_not_looked_at_again(tmp_path, monkeypatch):

@@ -64,6 +64,17 @@ def test_an_update_is_that_of_one_step():
     assert values["update/0"] < 0  # unchanged
 
 
+def test_a_step_between_on_a_gpu_shows_the_loss_and_all_gradients():
+    model = net()
+    pulse = pulse_of(model)
+    pulse.arm(3, everything=False)
+    loss = model(torch.randn(6, 3)).square().mean()
+    loss.backward()
+    shown = {name for name, value in taken(pulse, loss).items() if value >= 0}
+    assert shown == {"loss", "output/0", *(f"gradient/{i}" for i in range(4))}
+    assert pulse._before is None  # nor is the time since the last update's sample begun anew
+
+
 def test_what_weight_decay_alone_changes_is_no_update():
     """A gate that is asleep wakes up one day, and its first step would be a hundred times its usual one."""
     model = net()

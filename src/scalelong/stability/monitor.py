@@ -21,7 +21,7 @@ from scalelong.skips.sites import UnsupportedModelError
 from scalelong.stability.alarm import Alarm, Detector
 from scalelong.stability.inbox import Inbox
 from scalelong.stability.levels import NoiseLevels
-from scalelong.stability.pulse import ANY, Pulse, Values
+from scalelong.stability.pulse import ANY, UNSEEN, Pulse, Values
 from scalelong.stability.replay import StepCalls
 from scalelong.training.guard import NonFiniteError
 from scalelong.training.log import METRICS, NoLog, RunLog
@@ -29,6 +29,7 @@ from scalelong.training.signals import Observer, Oscillation, Signals
 from scalelong.training.trackers import check_logger
 
 REPORT = "report.html"
+_FIRST_STEPS, _ALERT_STEPS = 50, 200  # where a GPU's outputs are seen in every step
 _ADVICE = (
     "The monitor has changed nothing. A lower learning rate, gradient clipping, bf16 in place of fp16 or a skip "
     "scaling may help."
@@ -63,15 +64,16 @@ class StabilityMonitor:
         optimizer.step()
 
     Give it the model that the loop calls, plain, compiled or wrapped by DDP. Every step it looks at the loss and at
-    each block's gradient, update and output, without waiting for a GPU (on a CPU, where a look is time, at some of
-    them in turns); every `interval` steps it writes these and the signals of every skip to metrics.jsonl and
+    each block's gradient, update and output, some of them in turns, as a look is time, and without waiting for a
+    GPU; every `interval` steps it writes these and the signals of every skip to metrics.jsonl and
     TensorBoard in `folder`. `close`, or the end of the `with` block, draws report.html, unless `report=False`.
 
     `on_alarm` is "warn", "raise" or a function that takes the `Alarm`. `on_nonfinite`, for a loss or gradient that
     is not finite, is "raise", "warn" or a function that takes the `NonFiniteError`; only "raise" ends the loop.
     `scaler` is the GradScaler of an fp16 loop: gradients that overflow are its business, while the loss is finite.
     `wait=True` makes a GPU's step wait for the monitor, so that a non-finite one is raised before its update and
-    traced to the module; otherwise it is found a step or two later and named by block. A CPU never has to wait.
+    traced to the module; otherwise it is found a step or two later, and named by block if it is one of the steps
+    whose outputs are looked at: the first 50, 200 after an alarm, else every fourth. A CPU never has to wait.
     `first_step` is the number of steps already done, for a loop that resumes.
     """
 
@@ -102,7 +104,7 @@ class StabilityMonitor:
         self.scaler = scaler
         self.wait = wait
         self.report = report
-        self.steps = first_step
+        self.steps = self._first_step = first_step
         self.alarms: list[Alarm] = []
         self.skipped_steps = 0  # left out by the GradScaler
         with ExitStack() as undone_if_refused:
@@ -213,12 +215,22 @@ class StabilityMonitor:
         self._watching.close()
         coming = self.steps + 1
         self._observing = coming % self.interval == 0
-        self.pulse.arm(coming, everything=self._observing)
+        self.pulse.arm(coming, everything=self._observing or (self._finds_late and self._trouble_is_likely()))
         if self._observing and self.observer is not None:
             self.observer.forget()
             self._watching.enter_context(self.observer.watching())
             if is_compiled(self._called):  # a compiled graph calls no hooks
                 self._watching.enter_context(torch.compiler.set_stance("force_eager"))
+
+    @property
+    def _finds_late(self) -> bool:
+        """Whether a step is over when its numbers are read: then only an output seen in it names a NaN's block."""
+        return self.pulse.parameters[0].is_cuda and not self.wait
+
+    def _trouble_is_likely(self) -> bool:
+        """At the beginning, and for some time after an alarm."""
+        since_alarm = self.steps - self.alarms[-1].step if self.alarms else _ALERT_STEPS
+        return self.steps - self._first_step < _FIRST_STEPS or since_alarm < _ALERT_STEPS
 
     def _look(self, loss: Tensor) -> Alarm | None:
         if self.pulse.looking:
@@ -268,6 +280,9 @@ class StabilityMonitor:
         late = f"it was found {self.steps - step} steps later (wait=True finds the module, before the update)"
         if blocks:
             return f"the first block with a non-finite output is {blocks[0].partition('/')[2]}; {late}"
+        first = self.pulse.telling
+        if np.count_nonzero(values[first : first + len(self.pulse.blocks)] != UNSEEN) <= 1:  # a glance at the first
+            late = f"outputs, which name the block, were not looked at in this step; {late}"
         large = "" if np.isnan(values).any() else " (or a norm beyond 1e19, where float32 ends)"
         return f"no block's output was seen to be non-finite, but {', '.join(bad[:3])}{large}; {late}"
 

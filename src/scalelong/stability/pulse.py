@@ -1,8 +1,8 @@
 """What every step shows at little cost: the loss, each block's output, gradient and update, each skip's gate.
 
 All of it is a vector on the device. Blocks are those of `gradient_norms`, `in_blocks.3` or `up_blocks.1`. What
-costs is the number of calls of torch, each of which finds the processor's caches full of the training: hence few of
-them, and the arithmetic on the host.
+costs is the number of calls of torch, each of which finds the processor's caches full of the training, and on a GPU
+starts a kernel: hence few of them, and the arithmetic on the host.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _LINES = _LINE = 16  # weights whose change stands for their block's: so many pi
 class Pulse:
     """Takes the pulse of a model while `call` sees it run. Its hooks stay on the blocks until `close`.
 
-    On a CPU gradients and updates are taken in every second step, outputs and gates in every fourth; between them a
-    glance at the loss, the first gradients and the first output tells whether a batch is as usual. Whether every
-    gradient is finite is looked at in every step, so that a bad one is known before its update.
-    A GPU does not wait and shows everything in every step: there only an output names the block of a NaN, which is
-    found late.
+    Outputs and gates are taken in every fourth step, updates in every second, and on a CPU gradients with them;
+    between them a glance at the loss, the first gradients and the first output tells whether a batch is as usual.
+    Whether every gradient is finite is looked at in every step, so that a bad one is known before its update.
+    A GPU does not wait: it has no glance, but sends the loss and all gradients in every step. There only an output
+    names the block of a NaN, which is found late.
     Watched are the parameters in training, and those `also` named.
     """
 
@@ -66,12 +66,13 @@ class Pulse:
         apart = [place for place, p in enumerate(self.parameters) if p.ndim != 1 or place in largest]
         self._apart = [self.parameters[place] for place in apart]
         self._vectors = [p for place, p in enumerate(self.parameters) if place not in apart]
-        self._largest = [apart.index(place) for place in largest]
+        places = {place: number for number, place in enumerate(largest, start=1)}
+        self._place_of_apart = [places.get(place) for place in apart]  # in `names`, of a block's gradient
         self._wide = torch.float64 if any(p.dtype is torch.float64 for p in self.parameters) else torch.float32
         self._before: Tensor | None = None
         self._step = self._step_before = 0
-        self._blanks: list[Tensor] = []
-        self.looking = self.showing = True  # whether this step is taken, and its outputs and gates are
+        # Whether this step is taken, with its updates, and whether its outputs and gates are.
+        self.looking = self.updating = self.showing = True
         self._norms: dict[str, Tensor] = {}  # of the outputs of this step, by block,
         self._sizes: dict[str, int] = {}  # and how many numbers they are of
         self._peaks: dict[str, Tensor] = {}
@@ -85,6 +86,7 @@ class Pulse:
         shown = {"output": self.blocks, "peak": self.blocks, "gate": self._gates, "update": self.blocks}
         self.names = ["loss", *(f"gradient/{block}" for block in self.blocks), ANY]
         self.names += [f"{kind}/{name}" for kind, names in shown.items() for name in names]
+        self._place = {name: place for place, name in enumerate(self.names)}
         self.telling = 2 + len(self.blocks)  # the first of them tell whether a step is finite
 
     def _largest_of(self, block: str, also: Collection[str]) -> int:
@@ -114,9 +116,9 @@ class Pulse:
     def arm(self, step: int, *, everything: bool) -> None:
         """Say which step is coming, and whether it is to show everything."""
         self._step = step
-        everything = everything or self.parameters[0].is_cuda
-        self.looking = everything or step % 2 == 0
+        self.updating = everything or step % 2 == 0
         self.showing = everything or step % 4 == 0
+        self.looking = self.updating or self.parameters[0].is_cuda
 
     @torch.no_grad()
     def glance(self, loss: Tensor) -> Values:
@@ -126,44 +128,49 @@ class Pulse:
         for block, norm in self._norms.items():
             values[self.telling + self.blocks.index(block)] = norm.item() / self._sizes[block] ** 0.5
         self._norms, self._sizes, self._peaks = {}, {}, {}
-        norms, total = self._gradients()
-        for place, first in enumerate(norms[:_FIRST], start=1):
-            values[place] = UNSEEN if first is None else first.item()
-        values[self.telling - 1] = _only_if_bad(UNSEEN if total is None else total.item())
+        norms, places = self._gradients()
+        for place, norm in zip(places, norms, strict=True):
+            if place is not None and place <= _FIRST:
+                values[place] = norm.float().item()
+        if norms:
+            values[self.telling - 1] = _only_if_bad(torch.stack(norms).sum().item())
         return values
 
     @torch.no_grad()
     def take(self, loss: Tensor) -> tuple[Tensor, Note]:
         """The step's numbers, once its gradients are there, for `read`; no wait for the device."""
-        if not self._blanks or self._blanks[0].device != loss.device:
-            counts = (1, len(self.blocks), len(self.blocks), len(self._gates), len(self.blocks), len(self.blocks))
-            self._blanks = [torch.full((count,), UNSEEN, device=loss.device) for count in counts]
-        (unseen,), *blanks = self._blanks
-        norms, total = self._gradients()
-        gradients = [unseen if norm is None else norm for norm in norms]
-        gradients.append(unseen if total is None else total)
-        shown = [
-            torch.stack([seen.get(name, unseen) for name in names]) if seen else blank
-            for seen, names, blank in (
-                (self._norms, self.blocks, blanks[0]),
-                (self._peaks, self.blocks, blanks[1]),
-                (self._means, self._gates, blanks[2]),
-            )
-        ]
-        note = Note(self._sizes, self._step - self._step_before)
+        norms, places = self._gradients()
+        shown = {
+            self._place[f"{kind}/{name}"]: value
+            for kind, seen in (("output", self._norms), ("peak", self._peaks), ("gate", self._means))
+            for name, value in seen.items()
+        }
+        note = Note(self._sizes, self._step - self._step_before, places, list(shown), self.updating)
         self._norms, self._sizes, self._peaks, self._means = {}, {}, {}, {}
-        updates = self._updates() or blanks[3:]
-        return torch.cat([torch.stack([loss.float().reshape(()), *gradients]), *shown, *updates]), note
+        # One stack, and the rest is left to the host: each number picked or added up here is a call of torch.
+        numbers = torch.stack([loss.reshape(()), *norms, *shown.values()]).float()
+        updates = self._updates() if self.updating else None
+        return numbers if updates is None else torch.cat([numbers, *updates]), note
 
     def read(self, taken: Values, note: Note) -> Values:
         """What `take` gave, on the host, in the order of `names`."""
         blocks, gates = len(self.blocks), len(self._limits)
-        values = taken[:-blocks].copy()
-        values[-blocks:] /= max(note.steps, 1) * np.maximum(taken[-blocks:], 1e-12)
-        values[self.telling - 1] = _only_if_bad(float(values[self.telling - 1]))
+        loss, norms, shown, updated = np.split(taken, np.cumsum([1, len(note.gradients), len(note.shown)]))
+        values = np.full(len(self.names), UNSEEN, dtype=np.float32)
+        values[0] = loss[0]
+        for place, norm in zip(note.gradients, norms, strict=True):
+            if place is not None:
+                values[place] = norm
+        if len(norms):
+            values[self.telling - 1] = _only_if_bad(float(norms.sum(dtype=np.float64)))
+        values[note.shown] = shown
         gradients, updates = values[1 : 1 + blocks], values[-blocks:]
-        updates[updates == 0] = UNSEEN  # a step that was left out
-        updates[gradients == 0] = ASLEEP  # what weight decay alone changes is no measure of updates to come
+        if len(updated):
+            changes, weights = updated.reshape(2, blocks)
+            updates[:] = changes / (max(note.steps, 1) * np.maximum(weights, 1e-12))
+            updates[updates == 0] = UNSEEN  # a step that was left out
+        if note.updating:
+            updates[gradients == 0] = ASLEEP  # what weight decay alone changes is no measure of updates to come
         if note.sizes:
             values[self.telling : self.telling + blocks] /= [
                 note.sizes.get(block, 1) ** 0.5 for block in self.blocks
@@ -183,12 +190,12 @@ class Pulse:
 
         float32 holds no square of 1e19: a gradient of that norm is large, and not infinite.
         """
-        norms, total = self._gradients(torch.float64)
-        for place, norm in enumerate(norms, start=1):
-            if norm is not None and not np.isfinite(values[place]):
+        norms, places = self._gradients(torch.float64)
+        for place, norm in zip(places, norms, strict=True):
+            if place is not None and not np.isfinite(values[place]):
                 values[place] = _narrow(norm.item())
-        if total is not None:
-            values[self.telling - 1] = _only_if_bad(total.item())
+        if norms:
+            values[self.telling - 1] = _only_if_bad(torch.stack(norms).sum().item())
 
     @torch.no_grad()
     def gradient_norms(self) -> dict[str, float]:
@@ -218,21 +225,24 @@ class Pulse:
         """A skip's mean coefficient."""
         _keep_larger(self._means, skip, output.mean(dtype=torch.float32).abs())
 
-    def _gradients(self, wide: torch.dtype | None = None) -> tuple[list[Tensor | None], Tensor | None]:
-        """‖∇‖ of each block's largest weight, and the sum over all weights: finite where every gradient is.
+    def _gradients(self, wide: torch.dtype | None = None) -> tuple[list[Tensor], list[int | None]]:
+        """Norms that are finite where every gradient is, and the places in `names` of those that stand for a block.
 
-        `wide` is what they are taken and given in; by default taken in the parameters' own and given in float32.
+        `wide` is what they are taken in; by default the parameters' own.
         """
         dtype = wide or self._wide
-        gradients = [p.grad for p in self._apart]
+        there = [
+            (g, place)
+            for p, place in zip(self._apart, self._place_of_apart, strict=True)
+            if (g := p.grad) is not None
+        ]
         vectors = [g for p in self._vectors if (g := p.grad) is not None]
-        there = [g for g in gradients if g is not None]
-        norms: list[Tensor] = list(torch._foreach_norm(there, 2, dtype)) if there else []
-        together = [torch.linalg.vector_norm(torch.cat(vectors), dtype=dtype)] if vectors else []
-        total = torch.stack(norms + together).sum() if norms or together else None
-        of_each = iter(norms if wide or dtype is torch.float32 else [norm.float() for norm in norms])
-        found = [None if g is None else next(of_each) for g in gradients]
-        return [found[place] for place in self._largest], total
+        norms = list(torch._foreach_norm([g for g, _ in there], 2, dtype)) if there else []
+        places = [place for _, place in there]
+        if vectors:
+            norms.append(torch.linalg.vector_norm(torch.cat(vectors), dtype=dtype))
+            places.append(None)
+        return norms, places
 
     def _updates(self) -> tuple[Tensor, Tensor] | None:
         """‖Δw‖ and ‖w‖ of the probed weights since they were last looked at."""
@@ -245,10 +255,13 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Note:
-    """What the host knows of a step: how many numbers each output had, and how many steps an update is of."""
+    """What the host knows of a step."""
 
-    sizes: Mapping[str, int]
-    steps: int
+    sizes: Mapping[str, int]  # how many numbers each output had,
+    steps: int  # and how many steps an update is of
+    gradients: Sequence[int | None]  # places of norms in `names`; others only tell whether they are finite
+    shown: Sequence[int]  # places of outputs, peaks and gates
+    updating: bool  # whether updates were looked at, though there may have been none
 
 
 class Samples:
