@@ -18,6 +18,8 @@ from scalelong.cli.main import app
 from scalelong.cli.sample import class_number
 from scalelong.cli.train import RECIPES
 from scalelong.presets import RUN_PRESETS
+from scalelong.runs.claim import claimed
+from scalelong.runs.pictures import Together
 
 TINY = [
     "--set",
@@ -127,6 +129,71 @@ def test_samples_in_a_folder_go_on_where_they_were_stopped(trained, data, monkey
     code, error = fails(monkeypatch, capsys, *args[:-1], 6, "--out", out)
     assert code == 2
     assert "many holds other samples: seed was 5 and is 6. Choose another --out" in error
+
+
+def test_samples_are_known_by_their_weights_and_not_by_the_place_of_their_run(data, tmp_path, monkeypatch, capsys):
+    out, samples = tmp_path / "run", tmp_path / "samples"
+    train = ["train", "digits", "--data", data / "store", "--out", out, *TINY, "--set", "train.steps=1"]
+    run(*train)
+    args = ["--num", 2, "--steps", 1, "--out", samples]
+    told = json.loads(run("sample", out, *args, "--json"))
+    before = {file: file.stat().st_mtime_ns for file in samples.iterdir()}
+    out.rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(run("sample", "moved", *args, "--json"))["weights"] == told["weights"]
+    assert {file: file.stat().st_mtime_ns for file in samples.iterdir()} == before
+    run(*train, "--set", "train.seed=5")
+    code, error = fails(monkeypatch, capsys, "sample", out, *args)
+    assert code == 2
+    assert f"samples holds other samples: weights was '{told['weights']}' and is" in error
+
+
+def test_a_folder_of_samples_is_drawn_into_by_one_command_at_a_time(trained, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "samples"
+    args = ["sample", trained, "--num", 1, "--steps", 1, "--out", out]
+    with claimed(out):
+        (out / ".samples.json.partial").write_text("{")  # it was killed as it began, or begins right now
+        code, error = fails(monkeypatch, capsys, *args)
+    assert code == 2
+    assert f"another process is drawing samples in {out}; wait until it ends" in error
+    run(*args)
+    assert sorted(file.name for file in out.iterdir()) == ["000000.png", "samples.json"]
+
+
+@pytest.mark.parametrize("name", ["x.h5", "x.xbm", "file/x.png", "file/x.npz"])
+def test_where_samples_cannot_go_is_told_before_they_are_drawn(trained, tmp_path, monkeypatch, capsys, name):
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setattr("scalelong.experiment.draw", lambda *_, **__: pytest.fail("drawn"))
+    code, error = fails(monkeypatch, capsys, "sample", trained, "--num", 1, "--out", tmp_path / name)
+    if name.startswith("x"):
+        assert (code, f"in these colours, got '{tmp_path / name}'" in error) == (2, True)
+    else:
+        assert (code, "its parents are folders where you may write" in error) == (1, True)
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("name", ["x.png", "x.npz"])
+def test_samples_that_no_longer_fit_on_the_disk_leave_those_that_are_there(
+    trained, tmp_path, monkeypatch, capsys, name
+):
+    args = ["sample", trained, "--num", 1, "--steps", 1, "--out", tmp_path / name]
+    run(*args)
+    before = (tmp_path / name).read_bytes()
+
+    def full(place, world):
+        def half(image, file, **_):
+            Path(file).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(np, "savez", lambda stream, **_: half(None, stream.name))
+        monkeypatch.setattr(Image.Image, "save", half)
+        return finish(place, world)
+
+    finish = Together.finish
+    monkeypatch.setattr(Together, "finish", full)
+    code, error = fails(monkeypatch, capsys, *args)
+    assert (code, "No space left on device" in error) == (1, True)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {name: before}
 
 
 def test_a_training_stops_after_its_time_and_goes_on(data):

@@ -68,6 +68,8 @@ def sample(
 ) -> None:
     """Draw images with averaged weights: into one picture, a folder with a picture of each, or one array."""
     from scalelong import experiment
+    from scalelong.data.latents import fingerprint
+    from scalelong.runs.drawing import image_shape
     from scalelong.runs.pictures import place_for
     from scalelong.world import joined, local_device
 
@@ -80,11 +82,11 @@ def sample(
     experiment.check_drawing(loaded.config, **how)
     told, context = _told(loaded, prompt, text_encoder, device)
     about = {"run": str(run), "step": loaded.step, "ema": loaded.ema_rate, "seed": seed, **how}
+    about |= {"weights": fingerprint(loaded.model)[:16]}  # enough to tell two trainings apart
     about |= {"class": number} if number is not None else {}
     about |= {"captions": told} if told else {}
-    place = place_for(out, about)
-    with joined(device) as world:
-        place.begin(world)
+    place = place_for(out, about, image_shape(loaded.config)[0])
+    with joined(device) as world, place.begun(world):
         _draw_into(place, loaded, world.share(num), batch, number, seed=seed, context=context, **how)
         place.finish(world)
     captions = {"captions": [told[i % len(told)] for i in range(num)]} if told else {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -13,15 +15,27 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Write a text so that a kill leaves the old file or the new one, never half of one."""
-    partial = file.with_name(f".{file.name}.partial")
+def partial_of(file: Path) -> Path:
+    """Where a file is written before it is whole."""
+    return file.with_name(f".{file.name}.partial")
+
+
+@contextmanager
+def written_whole(file: Path) -> Iterator[Path]:
+    """Where to write, so that a kill or a full disk leaves the old file or the new one, never half of one."""
+    partial = partial_of(file)
     try:
-        partial.write_text(text, encoding="utf-8")
+        yield partial
         sync(partial)
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a text, whole or not at all."""
+    with written_whole(file) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def sync(path: Path) -> None:

@@ -48,7 +48,7 @@ def draw(
     check_drawing(config, **{key: how[key] for key in asdict(config.sampling)})
     device = next(model.parameters()).device
     if count == 0:  # of a process that has no share in few images
-        return torch.empty(0, *_image_shape(config), device=device)
+        return torch.empty(0, *image_shape(config), device=device)
     model.eval()
     indices = torch.arange(first, first + count, device=device)
     if config.data.condition == "class":
@@ -127,7 +127,7 @@ def _drawn_shape(config: RunConfig) -> tuple[int, int, int]:
     return channels, height, width
 
 
-def _image_shape(config: RunConfig) -> tuple[int, int, int]:
+def image_shape(config: RunConfig) -> tuple[int, int, int]:
     """Channels, height and width of an image, latents decoded."""
     if config.latents is None:
         return _drawn_shape(config)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,18 +14,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from scalelong.data.files import write_whole
+from scalelong.data.files import partial_of, write_whole, written_whole
+from scalelong.runs.claim import claimed
 from scalelong.runs.folder import differences
 from scalelong.world import World
 
 ABOUT = "samples.json"  # in a folder of samples: what they are of
+_FOR_PEOPLE = ("run",)  # in it: a run may be moved, and another one be in its place
 
 
 class Place(Protocol):
     """What samples are put into, some at a time and in order."""
 
-    def begin(self, world: World) -> None:
-        """Before the first sample, in all processes."""
+    def begun(self, world: World) -> AbstractContextManager[None]:
+        """Around the drawing, in all processes."""
 
     def lacks(self, numbers: range) -> bool:
         """Whether any of these samples is not there yet."""
@@ -35,14 +39,16 @@ class Place(Protocol):
         """All are there: in each process its share."""
 
 
-def place_for(out: Path, about: Mapping[str, Any]) -> Place:
-    """By the name: grid.png or another picture, samples.npz, or a folder. `about` says what the samples are of."""
+def place_for(out: Path, about: Mapping[str, Any], channels: int) -> Place:
+    """By the name: grid.png or another picture, samples.npz, or a folder. `about` says what the samples are of,
+    `channels` how many an image has.
+    """
     from PIL import Image
 
     if out.suffix.lower() == ".npz" and not out.is_dir():
-        return Together(out, as_array=True)
-    if Image.registered_extensions().get(out.suffix.lower()) in Image.SAVE and not out.is_dir():
-        return Together(out, as_array=False)
+        return Together(out, channels, as_array=True)
+    if _format_of(out) in Image.SAVE and not out.is_dir():
+        return Together(out, channels, as_array=False)
     if out.suffix and not out.is_dir():
         raise ValueError(
             "samples go into a picture (grid.png), an array (samples.npz) or a folder of pictures, got "
@@ -54,13 +60,19 @@ def place_for(out: Path, about: Mapping[str, Any]) -> Place:
 class Together:
     """One file of all samples, written at the end."""
 
-    def __init__(self, out: Path, *, as_array: bool) -> None:
+    def __init__(self, out: Path, channels: int, *, as_array: bool) -> None:
         self.out = out
+        self.channels = channels
         self.as_array = as_array
         self.images: list[Tensor] = []
 
-    def begin(self, world: World) -> None:
-        """Nothing is written before the end."""
+    @contextlib.contextmanager
+    def begun(self, world: World) -> Iterator[None]:
+        """What cannot be written is told before the work: the first process tries it with one small image."""
+        if world.is_first:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            self._try()
+        yield
 
     def lacks(self, numbers: range) -> bool:
         """Always: they are kept in memory."""
@@ -73,14 +85,30 @@ class Together:
     def finish(self, world: World) -> None:
         """The first process writes what all have drawn."""
         images = torch.cat(world.gather(torch.cat(self.images)))
-        if not world.is_first:
-            return
-        self.out.parent.mkdir(parents=True, exist_ok=True)
+        if world.is_first:
+            with written_whole(self.out) as partial:
+                self._write(images, partial)
+
+    def _write(self, images: Tensor, file: Path) -> None:
         if self.as_array:  # as the evaluation of guided-diffusion reads it: [n, H, W, C]
-            with self.out.open("wb") as stream:
+            with file.open("wb") as stream:
                 np.savez(stream, arr_0=images.permute(0, 2, 3, 1).cpu().numpy())
         else:
-            write_grid(images, self.out)
+            _grid_of(images).save(file, format=_format_of(self.out))
+
+    def _try(self) -> None:
+        partial = partial_of(self.out)
+        try:
+            self._write(torch.zeros(1, self.channels, 1, 1, dtype=torch.uint8), partial)
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # the system's, and not Pillow's
+                raise
+            raise ValueError(
+                f"a picture is of a kind that Pillow writes in these colours, got {str(self.out)!r} ({error}); "
+                "choose a .png."
+            ) from error
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 class Folder:
@@ -94,22 +122,27 @@ class Folder:
     def _check(self) -> None:
         file = self.out / ABOUT
         if not file.is_file():
-            if self.out.is_dir() and any(self.out.iterdir()):
+            left = partial_of(file)  # by a command that was killed as it began
+            if self.out.is_dir() and any(found != left for found in self.out.iterdir()):
                 raise ValueError(f"{self.out} is not empty and holds no samples of a run; choose another --out.")
             return
-        before = json.loads(file.read_text(encoding="utf-8"))
-        if before != self.about:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        before, now = ({key: of[key] for key in of if key not in _FOR_PEOPLE} for of in (kept, self.about))
+        if before != now:
             raise ValueError(
-                f"{self.out} holds other samples: {', '.join(differences(before, self.about))}. Choose another "
-                "--out."
+                f"{self.out} holds other samples: {', '.join(differences(before, now))}. Choose another --out."
             )
 
-    def begin(self, world: World) -> None:
-        """The first process says in the folder what its pictures are of."""
-        if world.is_first and not (self.out / ABOUT).is_file():
-            self.out.mkdir(parents=True, exist_ok=True)
-            write_whole(self.out / ABOUT, json.dumps(self.about, indent=1, ensure_ascii=False))
-        world.wait()
+    @contextlib.contextmanager
+    def begun(self, world: World) -> Iterator[None]:
+        """The first process holds the folder, and says in it what its pictures are of."""
+        with claimed(self.out, "drawing samples") if world.is_first else contextlib.nullcontext():
+            if world.is_first:
+                self._check()  # again: others may have drawn into it since
+                if not (self.out / ABOUT).is_file():
+                    write_whole(self.out / ABOUT, json.dumps(self.about, indent=1, ensure_ascii=False))
+            world.wait()
+            yield
 
     def lacks(self, numbers: range) -> bool:
         """Whether a picture is missing."""
@@ -118,9 +151,8 @@ class Folder:
     def put(self, numbers: range, images: Tensor) -> None:
         """A file for each, whole or not at all."""
         for number, image in zip(numbers, _rows(pixels_of(images)), strict=True):
-            partial = self.out / f".{self._file(number).name}"
-            _picture(image).save(partial, format="png")
-            partial.replace(self._file(number))
+            with written_whole(self._file(number)) as partial:
+                _picture(image).save(partial, format="png")
 
     def finish(self, world: World) -> None:
         """All wait for the last one."""
@@ -138,7 +170,20 @@ def pixels_of(images: Tensor) -> Tensor:
 
 
 def write_grid(images: Tensor, file: Path) -> None:
-    """A near-square picture of all images, [-1, 1] or bytes."""
+    """A near-square picture of all images, [-1, 1] or bytes: the whole file, or what was there before."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(file) as partial:
+        _grid_of(images).save(partial, format=_format_of(file))
+
+
+def _format_of(file: Path) -> str | None:
+    """What Pillow calls the kind of a picture by its name: that of a partial file does not tell."""
+    from PIL import Image
+
+    return Image.registered_extensions().get(file.suffix.lower())
+
+
+def _grid_of(images: Tensor) -> Any:
     count, channels, height, width = images.shape
     columns = int(np.ceil(np.sqrt(count)))
     rows = -(-count // columns)
@@ -146,9 +191,8 @@ def write_grid(images: Tensor, file: Path) -> None:
     for i, picture in enumerate(_rows(pixels_of(images))):
         top, left = (i // columns) * (height + 1) + 1, (i % columns) * (width + 1) + 1
         grid[top : top + height, left : left + width] = picture
-    file.parent.mkdir(parents=True, exist_ok=True)
     scale = max(1, 256 // max(grid.shape[:2]))  # tiny images are shown larger, pixel by pixel
-    _picture(grid.repeat(scale, 0).repeat(scale, 1)).save(file)
+    return _picture(grid.repeat(scale, 0).repeat(scale, 1))
 
 
 def _rows(pixels: Tensor) -> Iterable[NDArray[np.uint8]]:
