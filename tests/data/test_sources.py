@@ -359,6 +359,22 @@ def test_labels_of_a_saved_dataset_that_are_plain_numbers_are_those_of_its_parqu
     assert [item.label for item in saved.items()] == [item.label for item in table.items()] == [0, 1, 2, 1]
 
 
+@pytest.mark.parametrize("wrong", ["a", -1, None, 0.5, [1], 999_999])
+def test_a_saved_dataset_whose_labels_are_none_is_prepared_without_them(tmp_path, wrong):
+    import datasets
+
+    labels = [type(wrong)(), wrong, wrong] if isinstance(wrong, str | float | list) else [0, wrong, wrong]
+    rows = {"image": [Image.fromarray(picture(seed=i)) for i in range(3)], "label": labels}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "saved")
+    with pytest.warns(
+        UserWarning, match=r"holds no numbers of classes \(row \d: .*prepared without labels"
+    ) as told:
+        source = open_source(str(tmp_path / "saved"))
+    assert len(told) == 1
+    assert source.classes is None
+    assert [item.label for item in source.items()] == [None] * 3
+
+
 @pytest.mark.parametrize(
     ("asked", "says"),
     [

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Image = np.ndarray[Any, np.dtype[np.uint8]]
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 MAX_CLASSES = 1_000_000  # each gets a name and an embedding: a label beyond is damage
+_SURELY_CLASSES = 1_000  # more than these and than there are images: numbers of something else
 CELEBA_WIDTH, CELEBA_HEIGHT = 178, 218
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -101,14 +102,33 @@ def as_captions(found: Any) -> tuple[str, ...]:
 
 def as_label(found: Any) -> int:
     """The number of a class."""
-    if not isinstance(found, int) or not 0 <= found < MAX_CLASSES:
+    if not _is_label(found):
         raise ValueError(f"a label is a whole number from 0 to {MAX_CLASSES - 1:,}, got {found!r}")
-    return found
+    return int(found)
+
+
+def _is_label(found: Any) -> bool:
+    return isinstance(found, int) and 0 <= found < MAX_CLASSES
 
 
 def numbered_classes(labels: Sequence[int]) -> list[str] | None:
     """The names of classes that have numbers alone, up to the largest; None without labels."""
     return [str(i) for i in range(max(labels) + 1)] if labels else None
+
+
+def classes_by_number(column: Sequence[Any]) -> list[str] | None:
+    """The classes of a column of labels that names none; None, with a word, where it holds something else."""
+    labels = list(column)
+    limit = max(_SURELY_CLASSES, len(labels))
+    for row, value in enumerate(labels):
+        if not _is_label(value) or value >= limit:
+            warnings.warn(
+                f"the column label holds no numbers of classes (row {row}: {value!r:.40}); its images are prepared "
+                "without labels.",
+                stacklevel=2,
+            )
+            return None
+    return numbered_classes(labels)
 
 
 def warn_of_left_out(files: Sequence[Path], split: str) -> None:

@@ -24,6 +24,7 @@ from scalelong.data.images import (
     SourceError,
     as_captions,
     as_label,
+    classes_by_number,
     in_threads,
     numbered_classes,
     warn_of_left_out,
@@ -321,19 +322,19 @@ def hugging_face(name: str, ask: Request) -> Source:
         raise SourceError(f"the dataset has no column {ask.image_column!r}; it has {', '.join(columns)}.")
     captions = _caption_column(ask.caption_column, columns, "the dataset")
     data = data.cast_column(ask.image_column, datasets.Image(decode=False))
-    classes = _classes_of(data, Path(name).name)
+    classes = _classes_of(data)
     kept = [ask.image_column, *(["label"] if classes else []), *([captions] if captions else [])]
     data = data.select_columns(kept)
     item = partial(_table_item, decoder=ask.decoder, image=ask.image_column, captions=captions)
     return Source(f"dataset {Path(name).name}", len(data), classes, lambda: in_threads(item, enumerate(data)))
 
 
-def _classes_of(data: Any, name: str) -> list[str] | None:
+def _classes_of(data: Any) -> list[str] | None:
     """The names of a dataset's labels, or their numbers where it names none."""
     if "label" not in data.column_names:
         return None
     names = getattr(data.features["label"], "names", None)
-    return list(names) if names else numbered_classes(_labels_of(data["label"], f"the dataset {name}"))
+    return list(names) if names else classes_by_number(data["label"])
 
 
 def _from_hub(name: str) -> Any:
