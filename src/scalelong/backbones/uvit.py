@@ -20,15 +20,13 @@ from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
 from scalelong.backbones.block_scaling import branch_scale
+from scalelong.backbones.uvit_settings import check_conditions, check_sizes, check_switches, grid_of
 from scalelong.kernels.attention import attention
 from scalelong.kernels.gelu import linear_gelu
 from scalelong.saving import take_ownership
 from scalelong.skips.apply import apply, scaling_of
 from scalelong.skips.scalers import scale_skip
 from scalelong.skips.spec import Scaling, parse_scaling
-
-TIMESTEP_MAPS = ("identity", "continuous", "one-based")
-_SWITCHES = ("qkv_bias", "mlp_time_embed", "final_conv", "identity_final_conv")
 
 
 @dataclass
@@ -92,9 +90,15 @@ class UViT(ModelMixin, ConfigMixin):
         block_scaling: str = "none",
     ) -> None:
         super().__init__()
-        grid = _grid(sample_size, patch_size)
-        _check(num_layers, hidden_size, num_attention_heads, num_class_embeds, cross_attention_dim, timestep_map)
-        _check_kinds(mlp_ratio, qkv_bias, mlp_time_embed, final_conv, identity_final_conv)
+        grid = grid_of(sample_size, patch_size)
+        check_sizes(num_layers, hidden_size, num_attention_heads, mlp_ratio)
+        check_conditions(num_class_embeds, cross_attention_dim, timestep_map)
+        check_switches(
+            qkv_bias=qkv_bias,
+            mlp_time_embed=mlp_time_embed,
+            final_conv=final_conv,
+            identity_final_conv=identity_final_conv,
+        )
         self.grid = grid
         self.patch_size = patch_size
         self.num_extra_tokens = 1 + (num_class_embeds is not None) + (text_len if cross_attention_dim else 0)
@@ -376,54 +380,3 @@ def _unpatchify(tokens: Tensor, height: int, width: int, patch: int) -> Tensor:
     """[B, h·w, p·p·C] -> [B, C, h·p, w·p]; a token's numbers run over its rows, columns, channels."""
     pixels = tokens.unflatten(2, (patch, patch, -1)).unflatten(1, (height, width))  # [B, h, w, p, p, C]
     return pixels.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
-
-
-def _grid(sample_size: int | tuple[int, int], patch_size: int) -> tuple[int, int]:
-    sides = tuple(sample_size) if isinstance(sample_size, (tuple, list)) else (sample_size, sample_size)
-    if len(sides) != 2 or any(not isinstance(side, int) or side < 1 for side in (*sides, patch_size)):
-        raise ValueError(
-            f"sample_size is a whole number or (height, width), got {sample_size!r} with {patch_size=}."
-        )
-    height, width = sides
-    if height % patch_size or width % patch_size:
-        raise ValueError(
-            f"sample_size is a multiple of patch_size, got sample_size={sample_size} and patch_size={patch_size}."
-        )
-    return height // patch_size, width // patch_size
-
-
-def _check_kinds(mlp_ratio: float, *switches: bool) -> None:
-    """Any text is true, and a negative width fails far from here: settings are typed by hand."""
-    if isinstance(mlp_ratio, bool) or not isinstance(mlp_ratio, int | float) or not 0 < mlp_ratio < math.inf:
-        raise ValueError(f"mlp_ratio is a positive number, got {mlp_ratio!r}.")
-    for name, value in zip(_SWITCHES, switches, strict=True):
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} is true or false, got {value!r}.")
-
-
-def _check(
-    num_layers: int,
-    hidden_size: int,
-    num_heads: int,
-    num_classes: int | None,
-    text_dim: int | None,
-    timestep_map: str,
-) -> None:
-    if num_layers < 2 or num_layers % 2:
-        raise ValueError(
-            f"num_layers is even, so that each encoder block has its decoder block; got {num_layers}, "
-            f"try {max(2, num_layers + num_layers % 2)}."
-        )
-    if hidden_size < 1:
-        raise ValueError(f"hidden_size is at least 1, got {hidden_size}.")
-    if num_heads < 1 or hidden_size % num_heads:
-        raise ValueError(f"num_attention_heads divides hidden_size, got {num_heads} and {hidden_size}.")
-    if num_classes is not None and text_dim:
-        raise ValueError(
-            f"a U-ViT takes class labels or text, got num_class_embeds={num_classes} and "
-            f"cross_attention_dim={text_dim}; leave one of them out."
-        )
-    if num_classes is not None and num_classes < 1:
-        raise ValueError(f"num_class_embeds is at least 1, got {num_classes}; None leaves the class token out.")
-    if timestep_map not in TIMESTEP_MAPS:
-        raise ValueError(f"timestep_map is one of {', '.join(TIMESTEP_MAPS)}, got {timestep_map!r}.")
