@@ -26,6 +26,16 @@ def test_sharded_variants_and_subfolders_load(saved):
     assert torch.equal(CASES["unet2d"].call(loaded), CASES["unet2d"].call(model))
 
 
+@pytest.mark.parametrize("sharded", [{}, {"max_shard_size": "200KB"}])
+def test_the_only_variant_is_taken_where_nothing_else_is_there(saved, sharded):
+    model, folder = saved[0], saved[1].parent / "half"
+    model.save_pretrained(folder, variant="fp16", **sharded)
+    assert torch.equal(CASES["unet2d"].call(scalelong.load(folder).eval()), CASES["unet2d"].call(model))
+    model.save_pretrained(folder, variant="ema")
+    with pytest.raises(ValueError, match=r"there is one variant, got ema, fp16 in .*; choose with load"):
+        scalelong.load(folder)
+
+
 def test_precision_is_handed_on(saved):
     loaded = scalelong.load(saved[1], torch_dtype=torch.bfloat16)
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -34,13 +35,14 @@ def load(
 
     `path` is a folder or a hub name. `cls` is for classes of your own that extend a supported one. Other
     arguments (`torch_dtype`, `device_map`, …) go to the class's `from_pretrained`, those about the hub
-    (`revision`, `token`, `cache_dir`, `local_files_only`) to the download. A model saved without a scaling
-    comes back plain.
+    (`revision`, `token`, `cache_dir`, `local_files_only`) to the download. A `variant` is needed where there are
+    several and no weights without one. A model saved without a scaling comes back plain.
     """
     if kwargs.pop("output_loading_info", False):
         raise ValueError("load returns the model alone; leave output_loading_info out.")
     hub = {name: kwargs.pop(name) for name in _HUB_ARGUMENTS if name in kwargs}
     folder = local_folder(path, subfolder, hub)
+    variant = variant or _only_variant(folder)
     config = read_config(folder)
     entry = recorded_scaling(config)
     with _quiet_about_scaling():
@@ -156,6 +158,21 @@ def local_folder(path: str | Path, subfolder: str | None = None, hub: Mapping[st
     prefix = f"{subfolder}/" if subfolder else ""
     patterns = [f"{prefix}*.json", f"{prefix}*.safetensors"]
     return Path(snapshot_download(str(path), allow_patterns=patterns, **hub)) / (subfolder or "")
+
+
+def _only_variant(folder: Path) -> str | None:
+    """What the weights are called besides their plain name, such as fp16, where there are none of that name."""
+    part = r"(-\d+-of-\d+)?"
+    pattern = re.compile(rf"{_WEIGHTS}{part}(\.(?P<variant>[^.]+?))?{part}\.(safetensors|bin)")
+    found = {match["variant"] for file in folder.iterdir() if (match := pattern.fullmatch(file.name))}
+    if None in found or not found:
+        return None
+    if len(found) > 1:
+        raise ValueError(
+            f"of weights without a plain name there is one variant, got {', '.join(sorted(found))} in {folder}; "
+            "choose with load(path, variant=...), or leave one of them in the folder."
+        )
+    return str(found.pop())
 
 
 def _saved_tensors(folder: Path, variant: str | None) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,7 @@ import time
 import pytest
 from rich.console import Console
 
-from scalelong.cli import lines
+from scalelong.cli import lines, main
 from scalelong.cli.common import bars_on, progress_bar, tracked
 from scalelong.cli.lines import ProgressLines, in_words
 
@@ -99,3 +99,10 @@ def test_the_other_processes_say_nothing(monkeypatch, capsys):
 def test_half_a_minute_and_words_for_times():
     assert lines.EVERY_S == 30
     assert [in_words(s) for s in (0.4, 59, 130, 4000)] == ["0 s", "59 s", "2 min", "1 h 7 min"]
+
+
+def test_a_warning_from_two_lines_is_shown_once(capsys):
+    show = main._shown_once()
+    for line, sentence in enumerate(("much", "much", "else")):
+        show(UserWarning(sentence), UserWarning, "file.py", line)
+    assert capsys.readouterr().err == "warning: much\nwarning: else\n"

@@ -6,6 +6,7 @@ import errno
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -57,7 +58,7 @@ def main() -> None:
     """Exit codes: 0 done, 1 failed, 2 bad usage. Bad input gets its sentence and no traceback."""
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning  # type: ignore[assignment]
+            warnings.showwarning = _shown_once()
             app()
     except ValueError as error:
         _stop(2, str(error))
@@ -85,9 +86,16 @@ def _stop(code: int, message: str) -> None:
     sys.exit(code)
 
 
-def _show_warning(message: Warning | str, *where: Any) -> None:
-    """A warning is for the user here, not for who wrote the line that it came from."""
-    typer.echo(f"warning: {message}", err=True)
+def _shown_once() -> Callable[..., None]:
+    """A warning is for the user here, not for who wrote the line that it came from: one from two lines is one."""
+    told: set[str] = set()
+
+    def show(message: Warning | str, *where: Any) -> None:
+        if str(message) not in told:
+            told.add(str(message))
+            typer.echo(f"warning: {message}", err=True)
+
+    return show
 
 
 def _advice(number: int | None) -> str:
