@@ -144,7 +144,7 @@ def _train(
     data, begin = data_of(config, store), as_begun(begin, out)
     if world.is_first:
         check_folder(config, out, text, data)
-        begin.check(config, text)
+        begin.check(config, text, data)
         autoencoder_of(config, device)  # found before the first step, not at the first preview
     if config.train.parallel == "fsdp" and world.size == 1:
         warnings.warn(

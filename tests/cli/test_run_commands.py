@@ -277,6 +277,49 @@ def test_data_that_a_run_had_and_that_are_gone_are_asked_for(data, tmp_path, mon
     run("train", "--data", tmp_path / "moved", *args)
 
 
+def test_a_branch_goes_on_with_the_data_of_its_run_whatever_the_recipe(trained, data, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    like = [*TINY, "--scaling", "cs:0.7", "--set", "data.condition=class", "--set", "train.steps=9"]
+    plan = json.loads(run("train", "digits", "--branch", trained, *like, "--dry-run", "--json"))
+    assert plan["data"] == json.loads((data / "store" / "manifest.json").read_text())["source"]
+    assert plan["images"] == 24
+
+
+def test_data_given_by_a_relative_path_are_found_from_elsewhere(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(data)
+    run("train", "digits", "--data", "store", "--out", tmp_path / "run", *TINY, "--set", "train.steps=1")
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(run("train", "--out", "run", "--set", "train.steps=2", "--json"))["step"] == 2
+
+
+def test_what_is_typed_beside_weights_is_not_changed_in_silence(trained, data, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    args = ["train", "digits", "--data", data / "store", "--init", trained, *TINY, "--dry-run"]
+    args += ["--set", "data.condition=class"]
+    for typed, says in (
+        (["--scaling", "none"], "model.scaling, 'cs:0.7', got 'none'"),
+        (["--set", "model.keep_function=true"], "model.keep_function, False, got True"),
+    ):
+        code, error = fails(monkeypatch, capsys, *args, *typed)
+        assert code == 2
+        assert f"a run that begins with the weights of {trained} keeps their {says}; leave it out" in error
+    assert json.loads(run(*args, "--json", "--scaling", "cs:0.70"))["out"] == "runs/digits-cs-0.7"
+    assert json.loads(run(*args, "--json"))["out"] == "runs/digits-cs-0.7"
+
+
+def test_the_same_command_goes_on_where_its_source_was_moved(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, "source")
+    commands = [["train", f"--{how}", "source", "--out", how] for how in ("init", "branch")]
+    commands[0] += ["digits", "--data", trained.parent / "store", *TINY, "--set", "data.condition=class"]
+    for command in commands:
+        run(*command, "--set", "train.steps=6")
+    Path("source").rename("moved")
+    for command in commands:
+        assert json.loads(run(*command, "--set", "train.steps=7", "--json"))["step"] == 7
+
+
 def test_a_class_is_asked_for_by_name_or_number(trained, data):
     assert json.loads((trained / "data.json").read_text())["classes"] == ["cat", "dog"]
     args = ["sample", trained, "--num", 1, "--steps", 1, "--out", data / "one.png"]

@@ -3,6 +3,9 @@
 import json
 import shutil
 import warnings
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +13,10 @@ from diffusers import UNet2DModel
 
 import scalelong
 from scalelong import experiment
+from scalelong.backbones.build import build
 from scalelong.config import with_overrides
 from scalelong.data.prepare import prepare
+from scalelong.data.sources import digits
 from scalelong.export import export
 from scalelong.presets import run_preset
 from scalelong.training import checkpoint
@@ -228,3 +233,60 @@ def test_a_branch_may_begin_with_fp16(run, store, tmp_path):  # noqa: F811
     again = config("train.steps=9", "train.precision=fp32")
     experiment.train(again, store, tmp_path / "single", begin=experiment.Branch(tmp_path / "half"))
     assert experiment.last_step(tmp_path / "single") == 9
+
+
+def test_other_data_of_a_branch_are_told(run, store, tmp_path):  # noqa: F811
+    every = digits()
+    fewer = replace(every, description="fewer digits", count=500, items=lambda: islice(every.items(), 500))
+    asked, other = config("train.steps=7"), prepare(fewer, tmp_path / "fewer")
+    with pytest.warns(UserWarning, match=r"digits \(1,797 images\), and its branch goes on with other data: fewer"):
+        experiment.train(asked, other, tmp_path / "branch", begin=experiment.Branch(run))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)  # of diffusers
+        experiment.train(asked, store, tmp_path / "same", begin=experiment.Branch(run))
+
+
+def test_weights_that_read_text_are_none_for_a_run_without(store, tmp_path):  # noqa: F811
+    asked = config("train.steps=1")
+    reading = build("digits", **asked.model.changes, cross_attention_dim=8, text_len=4)
+    reading.save_pretrained(tmp_path / "reading")
+    with pytest.raises(ValueError, match=r"do not fit: context_embed.bias is \[32\] there and missing here"):
+        experiment.train(asked, store, tmp_path / "run", begin=experiment.Weights(str(tmp_path / "reading")))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"out_channels": 6}, "takes 3 and gives 6, as with a learned variance; begin with other weights"),
+        ({"class_embed_type": "identity"}, "has class_embed_type='identity'; begin with other weights"),
+    ],
+)
+def test_a_network_that_is_called_otherwise_is_refused(tmp_path, other, says):
+    how = {"sample_size": 8, "in_channels": 3, "out_channels": 3, **UNET, **other}
+    UNet2DModel(**how).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=says):
+        experiment.Weights(str(tmp_path)).fitted(run_preset("cifar10-unet"))
+
+
+def test_a_run_without_a_checkpoint_has_no_weights_yet(run, store, tmp_path):  # noqa: F811
+    (tmp_path / "young").mkdir()
+    for name in ("config.json", "environment.json"):
+        shutil.copy(run / name, tmp_path / "young")
+    begin = experiment.Weights(str(tmp_path / "young"))
+    with pytest.raises(ValueError, match="young has no whole checkpoint"):
+        experiment.train(config("train.steps=1"), store, tmp_path / "run", begin=begin)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_same_call_goes_on_where_the_source_was_moved(run, store, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run, "source")
+    begins = {"weights": experiment.Weights("source"), "branch": experiment.Branch(Path("source"))}
+    for name, begin in begins.items():
+        experiment.train(config("train.steps=7"), store, tmp_path / name, begin=begin)
+    Path("source").rename("moved")
+    for name, begin in begins.items():
+        experiment.train(config("train.steps=8"), store, tmp_path / name, begin=begin)
+        assert experiment.last_step(tmp_path / name) == 8

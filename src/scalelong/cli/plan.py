@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from scalelong.data.store import Store
     from scalelong.experiment import Beginning, LoadedRun
     from scalelong.presets import PublishedData
+    from scalelong.runs.data import RunData
 
 Plan = dict[str, Any]
 
@@ -104,7 +105,7 @@ def training_plan(config: RunConfig, store: Store, out: Path, device: str, begin
 
     plan, fitted = _run_plan(config, store, out, device)
     begin = as_begun(begin, out)
-    begin.check(fitted, None)
+    begin.check(fitted, None, _data_at_hand(fitted, store))
     begin.model(fitted, "meta")  # the weights fit, or a sentence
     if isinstance(begin, Branch):
         plan["starts_at"] = last_step(begin.run)
@@ -126,9 +127,7 @@ def _run_plan(config: RunConfig, store: Store, out: Path, device: str) -> tuple[
     experiment.check_drawing(config)
     if store.manifest.sha256:
         experiment.autoencoder_of(config, device)
-    # Data that a recipe was published with are planned for without being at hand.
-    data = experiment.data_of(config, store) if store.manifest.sha256 else None
-    experiment.check_folder(config, out, data=data)
+    experiment.check_folder(config, out, data=_data_at_hand(config, store))
     parameters = sum(p.numel() for p in experiment.build_model(config, "meta").parameters())
     plan = {
         "out": str(out),
@@ -144,6 +143,13 @@ def _run_plan(config: RunConfig, store: Store, out: Path, device: str) -> tuple[
         "config": to_dict(config),
     }
     return plan, config
+
+
+def _data_at_hand(config: RunConfig, store: Store) -> RunData | None:
+    """None for data that a recipe was published with: they are planned for without being there."""
+    from scalelong.experiment import data_of
+
+    return data_of(config, store) if store.manifest.sha256 else None
 
 
 def training_text(plan: Plan) -> str:

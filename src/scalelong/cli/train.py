@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -121,7 +121,6 @@ def train(
     from scalelong import experiment
     from scalelong.config import with_overrides
     from scalelong.data.store import open_store
-    from scalelong.experiment import read_config
     from scalelong.held_out import check_like
     from scalelong.metrics.features import check_images, check_kind
     from scalelong.presets import run_preset
@@ -134,22 +133,21 @@ def train(
     features = features or "inception"
     check_kind(features, inception)
     overrides = [*([f"model.scaling={scaling}"] if scaling else []), *(settings or [])]
-    before = None if preset else _run_to_go_on_from(out, branch)
-    config = with_overrides(run_preset(preset or "digits") if before is None else read_config(before), overrides)
+    asked = _beginning(init, branch)
+    out = out or _folder_beside(branch)
+    before = _run_to_go_on_from(out, branch)
+    config = with_overrides(_settings_of(preset, before), overrides)
     preset, data = config.model.preset, data or (None if before is None else _data_of(before))
-    out = out or _default_folder(config, branch)
-    begin = experiment.beginning_in(out, _beginning(init, branch))
+    out = out or _default_folder(asked.fitted(config))
+    begin = experiment.beginning_in(out, asked)
+    config = _fitted_to(begin, config, overrides)
     device = experiment.usable_device(device)
     with opened_data(data, dry_run, preset) as store:
-        config = experiment.with_autoencoder(experiment.fitted_to(begin.fitted(config), store), autoencoder)
+        config = experiment.with_autoencoder(experiment.fitted_to(config, store), autoencoder)
         if evaluate_every is not None:
             check_images(features, store.manifest.height * store.manifest.width * store.manifest.channels)
-        if data is None and not dry_run and is_first_process() and (meant := published_data(preset)) is not None:
-            typer.echo(
-                f"warning: no --data: {preset} is trained on scikit-learn's digits, not on {meant.folder}; prepare "
-                "images and give their folder.",
-                err=True,
-            )
+        if data is None and not dry_run:
+            _say_digits(preset)
         _say_null_class(config, run_preset(preset).data.label_dropout)
         say_warm_up(config)
         if held_out is not None:
@@ -186,10 +184,17 @@ def _check_asked(question: object, name: str, about: Mapping[str, object]) -> No
 
 
 def _run_to_go_on_from(out: Path | None, branch: Path | None) -> Path | None:
-    """The run whose settings are meant where no recipe is named."""
+    """The run whose data are meant where none are given, and whose settings are where no recipe is named."""
     from scalelong.runs.folder import CONFIG
 
-    return branch or (out if out is not None and (out / CONFIG).is_file() else None)
+    return out if out is not None and (out / CONFIG).is_file() else branch
+
+
+def _settings_of(preset: str | None, run: Path | None) -> RunConfig:
+    from scalelong.experiment import read_config
+    from scalelong.presets import run_preset
+
+    return run_preset(preset or "digits") if preset or run is None else read_config(run)
 
 
 def _data_of(run: Path) -> Path | None:
@@ -203,9 +208,11 @@ def _data_of(run: Path) -> Path | None:
     return Path(kept.folder)
 
 
-def _default_folder(config: RunConfig, branch: Path | None) -> Path:
-    if branch is not None:
-        return branch.with_name(f"{branch.resolve().name}-branch")
+def _folder_beside(branch: Path | None) -> Path | None:
+    return None if branch is None else branch.with_name(f"{branch.resolve().name}-branch")
+
+
+def _default_folder(config: RunConfig) -> Path:
     return Path("runs") / f"{config.model.preset}-{config.model.scaling.replace('/', '-').replace(':', '-')}"
 
 
@@ -217,6 +224,29 @@ def _beginning(init: str | None, branch: Path | None) -> Beginning:
     if branch is not None:
         return Branch(branch)
     return Beginning() if init is None else Weights(init)
+
+
+def _fitted_to(begin: Beginning, config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """The config with what the beginning decides. What was typed is not changed without a word."""
+    fitted = begin.fitted(config)
+    typed = {override.partition("=")[0].strip() for override in overrides}
+    for name in ("scaling", "placement", "keep_function"):
+        given, own = getattr(config.model, name), getattr(fitted.model, name)
+        if f"model.{name}" in typed and given != own:
+            raise ValueError(
+                f"a run that begins {begin.told()} keeps their model.{name}, {own!r}, got {given!r}; leave it out, "
+                "or give weights without a scaling (scalelong export --fold)."
+            )
+    return fitted
+
+
+def _say_digits(preset: str) -> None:
+    if is_first_process() and (meant := published_data(preset)) is not None:
+        typer.echo(
+            f"warning: no --data: {preset} is trained on scikit-learn's digits, not on {meant.folder}; prepare "
+            "images and give their folder.",
+            err=True,
+        )
 
 
 def _say_null_class(config: RunConfig, published_dropout: float) -> None:

@@ -22,7 +22,8 @@ from scalelong.data.contexts import KeptText, check_same_encoder
 from scalelong.data.files import write_whole
 from scalelong.presets import model_preset
 from scalelong.runs.assembly import build_model, drawn_by
-from scalelong.runs.folder import CONFIG, TEXT, differences, last_step, load_run, read_config
+from scalelong.runs.data import RunData
+from scalelong.runs.folder import CONFIG, ENVIRONMENT, TEXT, differences, last_step, load_run, read_config
 from scalelong.saving import load, local_folder, model_class, recorded_scaling
 from scalelong.saving import read_config as read_model_config
 from scalelong.skips.apply import apply
@@ -30,7 +31,8 @@ from scalelong.training import checkpoint
 from scalelong.training.fit import CHECKPOINTS
 
 BEGAN = "began.json"
-_OF_THE_DATA = ("sample_size", "in_channels", "num_class_embeds")  # decided by what is trained on
+# Decided by what is trained on.
+_OF_THE_DATA = ("sample_size", "in_channels", "num_class_embeds", "cross_attention_dim", "text_len")
 _OF_THE_SCALING = ("scaling", "placement", "keep_function")
 _CLASS_TABLES = ("label_emb.weight", "class_embedding.weight")  # of U-ViT and of diffusers' UNets
 # What a checkpoint's tensors and steps are of; all else may differ between a run and its branch.
@@ -54,7 +56,7 @@ class Beginning:
         """The config with what the beginning decides."""
         return config
 
-    def check(self, config: RunConfig, text: KeptText | None) -> None:
+    def check(self, config: RunConfig, text: KeptText | None, data: RunData | None) -> None:
         """Refuse a config, fitted to its data, that cannot begin so; writes nothing."""
 
     def model(self, config: RunConfig, device: str) -> nn.Module:
@@ -154,8 +156,8 @@ class Branch(Beginning):
         """The run's folder."""
         return str(self.run.resolve())
 
-    def check(self, config: RunConfig, text: KeptText | None) -> None:
-        """Refuse what the run's checkpoint cannot go on with."""
+    def check(self, config: RunConfig, text: KeptText | None, data: RunData | None) -> None:
+        """Refuse what the run's checkpoint cannot go on with; other data are told."""
         before, now = (_staying(to_dict(c)) for c in (read_config(self.run), config))
         if before != now:
             raise ValueError(
@@ -170,6 +172,13 @@ class Branch(Beginning):
         if text is not None and (self.run / TEXT).is_file():
             kept = KeptText.read(self.run / TEXT)
             check_same_encoder(text.context.null, kept.info, kept.context.null, "the data")
+        had = RunData.read(self.run)
+        if had is not None and data is not None and had.sha256 != data.sha256:
+            warnings.warn(
+                f"{self.run} was trained on {had.source} ({had.count:,} images), and its branch goes on with other "
+                f"data: {data.source} ({data.count:,} images, in {data.folder}).",
+                stacklevel=2,
+            )
 
     def told(self) -> str:
         """How, for people."""
@@ -199,7 +208,8 @@ def beginning_in(out: Path, asked: Beginning) -> Beginning:
         return asked
     began = _Began.read(out)
     begin = _begun(began)
-    if asked.how != Beginning.how and (asked.how, asked.place) != (begin.how, begin.place):
+    places = (asked.place, str(Path(asked.place).resolve()))  # a folder that is gone is told by its path, too
+    if asked.how != Beginning.how and (asked.how != begin.how or begin.place not in places):
         option = "--init" if asked.how == Weights.how else "--branch"
         raise ValueError(
             f"{out} holds a run that began {begin.told() or 'by itself'}; leave {option} out to go on with it, or "
@@ -261,6 +271,7 @@ class _Origin:
                 f"{self.source} is a {self.network}, and {preset_name} trains a {network}; choose a recipe of the "
                 "same kind."
             )
+        self._check_calls()
         known = {name: p.default for name, p in inspect.signature(model_class(network)).parameters.items()}
         as_recipe = {**known, **preset.config}
         changes = {
@@ -271,6 +282,20 @@ class _Origin:
             and _plain(value) != _plain(as_recipe[name])
         }
         return Decided(changes=_plain(changes), **(self.scaling or {}))
+
+    def _check_calls(self) -> None:
+        """A run asks its network for the noise, or what stands for it, and feeds it class numbers or texts."""
+        taken, given = (self.arguments.get(f"{side}_channels") for side in ("in", "out"))
+        if None not in (taken, given) and taken != given:
+            raise ValueError(
+                f"a run trains networks that give as many channels as they take, and {self.source} takes {taken} "
+                f"and gives {given}, as with a learned variance; begin with other weights."
+            )
+        if (kind := self.arguments.get("class_embed_type")) is not None:
+            raise ValueError(
+                f"a run feeds its network the numbers of classes, and {self.source} has class_embed_type={kind!r}; "
+                "begin with other weights."
+            )
 
     def open(self) -> nn.Module:
         """The model, on the CPU."""
@@ -296,7 +321,8 @@ def _origin(source: str) -> _Origin:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() and (folder / CHECKPOINTS).is_dir()
+    """Also one without a checkpoint yet. A model's folder has a config.json as well."""
+    return (folder / CONFIG).is_file() and ((folder / CHECKPOINTS).is_dir() or (folder / ENVIRONMENT).is_file())
 
 
 def _fill(model: nn.Module, given: Mapping[str, Tensor], source: str) -> None:

@@ -55,7 +55,7 @@ def data_of(config: RunConfig, store: Store) -> RunData:
     read |= {"class": {LABELS}, "text": {CAPTIONS}, "none": set()}[config.data.condition]
     names = store.manifest.classes if config.data.condition == "class" else None
     return RunData(
-        folder=str(store.folder),
+        folder=str(store.folder.resolve()),  # a run is not always asked from the same folder
         source=store.manifest.source,
         count=len(store),
         classes=None if names is None else tuple(names),
