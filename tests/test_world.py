@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -145,6 +146,7 @@ from scalelong.presets import run_preset
 from tests.test_world import SETTINGS
 def show(progress):
     if os.environ["RANK"] == "1" and progress.step == 3:
+        Path({str(tmp_path / "fell")!r}).touch()
         raise RuntimeError("the second process fell over")
 config = with_overrides(run_preset("digits"), [*SETTINGS, "train.steps=100000"])
 experiment.train(config, open_store({str(data)!r}), Path({str(tmp_path / "run")!r}), device="cpu", show=show)
@@ -159,8 +161,10 @@ experiment.train(config, open_store({str(data)!r}), Path({str(tmp_path / "run")!
         timeout=240,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
+    took_s = time.time() - (tmp_path / "fell").stat().st_mtime
     assert run.returncode != 0
     assert "the second process fell over" in run.stderr
+    assert took_s < 30  # it is over, and not ended by some time limit of torch's, minutes later
 
 
 @pytest.mark.slow

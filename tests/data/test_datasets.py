@@ -144,6 +144,11 @@ def test_celeba_is_recognised_by_its_folder(celeba):
         ),
         (lambda d: (d / "list_eval_partition.txt").write_text("8\n"), {}, "'000001.jpg 0', got '8' in line 1"),
         (lambda d: (d / "list_eval_partition.txt").write_bytes(b"\xff\n"), {}, "'000001.jpg 0', got '.' in line 1"),
+        (
+            lambda d: (d / "list_eval_partition.txt").write_text("000001.jpg 0\n000002.jpg 0\n000001.jpg 2\n"),
+            {},
+            "names each image once, got '000001.jpg' again",
+        ),
         (lambda d: [f.unlink() for f in (d / "img_align_celeba").iterdir()], {}, "holds no .jpg; unpack"),
         (lambda d: (d / "img_align_celeba").rename(d / "pictures"), {}, "has no folder img_align_celeba; unpack"),
     ],
@@ -359,6 +364,12 @@ def drop_captions_of(file, image_id):
     file.write_text(json.dumps(content))
 
 
+def list_first_again(file):
+    content = json.loads(file.read_text())
+    content["images"].append(content["images"][0])
+    file.write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize(
     ("spoil", "how", "says"),
     [
@@ -391,6 +402,11 @@ def drop_captions_of(file, image_id):
             lambda d: (d / "annotations" / "captions_train2017.json").write_text('{"images": []}'),
             {},
             "is no whole file of COCO captions .*KeyError: 'annotations'",
+        ),
+        (
+            lambda d: list_first_again(d / "annotations" / "captions_train2017.json"),
+            {},
+            "is no whole file of COCO captions .*the image 9 is listed twice",
         ),
     ],
 )

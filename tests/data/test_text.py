@@ -210,6 +210,35 @@ def test_refusals_leave_nothing(bert, tmp_path, store):
     assert [f.name for f in tmp_path.iterdir() if f.name.startswith(".")] == []
 
 
+def test_bart_gives_its_encoders_states(tmp_path):
+    from transformers import BartConfig, BartModel
+
+    torch.manual_seed(0)
+    small = {"d_model": 16, "vocab_size": len(WORDS), "max_position_embeddings": 16}
+    for side in ("encoder", "decoder"):
+        small |= {f"{side}_layers": 1, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 32}
+    whole = BartModel(BartConfig(**small)).eval()
+    whole.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    encoder = TextEncoder(tmp_path, length=6)
+    tokens = encoder.tokenizer(["a red picture"], padding="max_length", max_length=6, return_tensors="pt")
+    ids, mask = tokens["input_ids"], tokens["attention_mask"]
+    with torch.no_grad():
+        states = whole.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(encoder(["a red picture"]), states * mask[:, :, None], rtol=1e-5, atol=1e-6)
+    assert encoder.width == 16
+
+
+def test_a_network_for_images_is_no_text_encoder(tmp_path):
+    from transformers import ViTConfig, ViTModel
+
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    ViTModel(ViTConfig(**small, image_size=8, patch_size=4)).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="holds a ViTModel, which gives no hidden state for each token of a text"):
+        TextEncoder(tmp_path)
+
+
 def test_an_encoder_that_lacks_weights_is_refused(bert, tmp_path):
     from safetensors.torch import load_file, save_file
 

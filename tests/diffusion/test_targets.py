@@ -45,7 +45,7 @@ def test_round_trips_in_double_precision(name, u, seed, a, b):
 
 
 @given(
-    angle=st.floats(0.06, 1.51),
+    angle=st.floats(0.1, 1.47),
     images=st.floats(-1, 1, width=32),
     noise=st.floats(-4, 4, width=32),
     a=TWO,
@@ -53,13 +53,13 @@ def test_round_trips_in_double_precision(name, u, seed, a, b):
 )
 @settings(deadline=None, max_examples=300)
 def test_round_trips_in_single_precision(angle, images, noise, a, b):
-    """To 1e-5 where α and σ are at least 0.06; nearer to the ends single precision itself holds no more."""
+    """To 1e-5 where α and σ are at least 0.1; nearer to the ends single precision itself holds no more."""
     alpha, sigma = torch.tensor(angle).cos(), torch.tensor(angle).sin()
     x, e = torch.full((1, 1, 1, 1), images), torch.full((1, 1, 1, 1), noise)
     noised = alpha * x + sigma * e
     given_a = target_from(a, x, e, alpha, sigma)
     back = converted(converted(given_a, a, b, noised, alpha, sigma), b, a, noised, alpha, sigma)
-    torch.testing.assert_close(back, given_a, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(back, given_a, rtol=1e-5, atol=1e-5)
 
 
 def test_targets_are_their_definitions():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -68,6 +69,8 @@ def _celeba_split(images: Path, folder: Path, split: str) -> list[str]:
     for number, row in enumerate(rows, 1):
         if len(row) != 2 or row[1] not in _CELEBA_SPLITS.values():
             raise SourceError(f"{file} has lines such as '000001.jpg 0', got {' '.join(row)!r} in line {number}.")
+    if again := _first_again(name for name, _ in rows):
+        raise SourceError(f"{file} names each image once, got {again!r} again; take the file as it is published.")
     return [name for name, part in rows if part == _CELEBA_SPLITS[split]]
 
 
@@ -274,6 +277,8 @@ def _captioned(file: Path) -> list[tuple[str, tuple[str, ...]]]:
     """(file name, captions in the order of their ids) for each image, in the file's order."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
+        if again := _first_again(image["id"] for image in content["images"]):
+            raise ValueError(f"the image {again} is listed twice")
         captions: dict[int, list[str]] = {image["id"]: [] for image in content["images"]}
         for note in sorted(content["annotations"], key=lambda note: note["id"]):
             captions[note["image_id"]] += as_captions(note["caption"])
@@ -282,6 +287,11 @@ def _captioned(file: Path) -> list[tuple[str, tuple[str, ...]]]:
         raise SourceError(
             f"{file} is no whole file of COCO captions ({type(error).__name__}: {error}); unpack it again."
         ) from error
+
+
+def _first_again(names: Iterable[Any]) -> Any:
+    """The first that is there more than once; None where all differ."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _made(decoder: Decoder) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from scalelong.data.contexts import TEXT, TEXT_INDEX, TextInfo
 
 DEFAULT_LENGTH = 77  # CLIP's
-_READS_PADDING = ("clip", "clip_text_model", "siglip", "siglip_text_model")
+_READS_PADDING = ("clip", "clip_text_model", "siglip")
 _TEXT_PARTS = {"clip": "CLIPTextModel", "siglip": "SiglipTextModel"}  # of models that read images, too
 _HUB_TIMEOUT_S = 5
 
@@ -41,12 +41,22 @@ class TextEncoder:
         self.device = device
         config = self.model.config
         self.revision = getattr(config, "_commit_hash", None)
-        self.width = int(config.hidden_size)
         self.reads_padding = config.model_type in _READS_PADDING
         longest = min(self.tokenizer.model_max_length, getattr(config, "max_position_embeddings", None) or 10**9)
         self.length = min(DEFAULT_LENGTH, longest) if length is None else length
         if not 1 <= self.length <= longest:
             raise ValueError(f"{self.name} reads 1 … {longest} tokens, got a text length of {self.length}.")
+        self.width = self._width()
+
+    def _width(self) -> int:
+        """D, by an empty text: what cannot read one is told before a dataset is decoded."""
+        try:
+            return int(self([""]).shape[2])
+        except (TypeError, AttributeError, ValueError, RuntimeError, LookupError) as error:
+            raise ValueError(
+                f"{self.name} holds a {type(self.model).__name__}, which gives no hidden state for each token of a "
+                f"text ({str(error).partition(chr(10))[0]}). {_ELSEWHERE}"
+            ) from error
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> Tensor:
@@ -132,7 +142,10 @@ def load_encoder(name: str, revision: str | None = None, *, tokenizer: str | Non
         try:
             config = transformers.AutoConfig.from_pretrained(name, **how)
             words = transformers.AutoTokenizer.from_pretrained(tokenizer or name, **how)
-            model, found = _class_for(config).from_pretrained(name, output_loading_info=True, **how)
+            kind = _class_for(config)
+            model, found = kind.from_pretrained(name, output_loading_info=True, **how)
+            if kind is transformers.AutoModel and getattr(config, "is_encoder_decoder", False):
+                model = model.get_encoder()  # the whole of BART ends in its decoder's states
         except (OSError, KeyError, ImportError, ValueError) as error:
             raise ValueError(
                 f"{name!r} is no text encoder that transformers can load "
@@ -150,7 +163,7 @@ _ELSEWHERE = "Give the folder of the encoder and its tokenizer, or a name of the
 
 
 def _class_for(config: Any) -> Any:
-    """The encoder part: of CLIP the text's, of T5 the first half, else the bare model."""
+    """Of CLIP the text's part, of T5 the first half, else the bare model."""
     import transformers
 
     if config.model_type in _TEXT_PARTS:
