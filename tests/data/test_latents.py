@@ -11,6 +11,8 @@ from diffusers import (
     AsymmetricAutoencoderKL,
     AutoencoderDC,
     AutoencoderKL,
+    AutoencoderKLKVAE,
+    AutoencoderKLTemporalDecoder,
     AutoencoderTiny,
     UNet2DModel,
     VQModel,
@@ -207,6 +209,25 @@ def test_an_asymmetric_autoencoder_has_moments_too(tmp_path):
     assert autoencoder.decoded(torch.randn(2, 4, 4, 4)).shape == (2, 3, 8, 8)
 
 
+def kvae():
+    torch.manual_seed(0)
+    return AutoencoderKLKVAE(channels=32, num_enc_blocks=1, num_dec_blocks=1, z_channels=4, ch_mult=(1, 2)).eval()
+
+
+def test_an_autoencoder_of_a_class_with_a_config_of_its_own(tmp_path):
+    network = kvae()
+    network.save_pretrained(tmp_path / "net")
+    autoencoder = load_autoencoder(tmp_path / "net", scale=0.7)
+    images = made_images(2, size=16)
+    store = prepare(source_of(images), tmp_path / "store", autoencoder=autoencoder)
+    with torch.no_grad():
+        direct = network.encode(torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1).latent_dist
+        back = network.decode(direct.mean).sample
+    expected = torch.cat([direct.mean, direct.std], dim=1).numpy()
+    np.testing.assert_allclose(store.latents[:, 0], expected, rtol=2**-10, atol=1e-3)
+    torch.testing.assert_close(autoencoder.decoded(0.7 * direct.mean), back.clamp(-1, 1), rtol=1e-4, atol=1e-5)
+
+
 def test_a_pipelines_folder_is_searched(vae, tmp_path, monkeypatch):
     shutil.copytree(vae, tmp_path / "pipeline" / "vae")
     (tmp_path / "pipeline" / "model_index.json").write_text("{}")
@@ -274,7 +295,12 @@ def cut_short(folder):
             "lack 1 tensors, the first of them decoder.conv_out.bias",
         ),
         (cut_short, "cannot be loaded"),
-        (other_kind, "one of AutoencoderKL, .*VQModel; .* is a 'UNet2DModel'"),
+        (other_kind, "a class of diffusers such as .*AutoencoderDC, got a 'UNet2DModel'"),
+        (
+            lambda f: AutoencoderKLTemporalDecoder(block_out_channels=(32,), layers_per_block=1).save_pretrained(f),
+            r"decodes what comes of it, and .*TemporalDecoder, does not \(.*'num_frames'\); take one for images",
+        ),
+        (lambda f: kvae().save_pretrained(f), "has no scaling_factor of its own; give .*--scale"),
         (lambda f: f.mkdir(), "holds no autoencoder: there is no config.json in it, in its vae or in its vqvae"),
         (lambda f: None, "there is no folder"),
         (

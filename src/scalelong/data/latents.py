@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_RANDOM_KINDS = ("AutoencoderKL", "AsymmetricAutoencoderKL")  # they encode an image to a distribution
-KINDS = (*_RANDOM_KINDS, "AutoencoderDC", "AutoencoderTiny", "VQModel")
+_PROBE = 64  # pixels: a multiple of every published downsampling
 _PLACES = ("", "vae", "vqvae")  # where an autoencoder lies in its own folder, or in a pipeline's
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
 _PIXELS_AT_ONCE = 1 << 21  # 32 images of 256×256: what fits any GPU
@@ -51,35 +50,20 @@ class LatentSpace:
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """A diffusers autoencoder with the scale of its latents."""
+    """A diffusers autoencoder with the scale and shape of its latents."""
 
     place: str
     network: Any
     scaling_factor: float
     shift_factor: float
+    channels: int  # of the latents
+    downsampling: int  # how many pixels a side of a latent stands for
+    is_random: bool  # whether an image is encoded to a distribution: a deviation is kept for every mean
 
     @property
     def kind(self) -> str:
         """Its class in diffusers."""
         return type(self.network).__name__
-
-    @property
-    def channels(self) -> int:
-        """Of the latents."""
-        config = self.network.config
-        return int(config.get("vq_embed_dim") or config.latent_channels)
-
-    @property
-    def downsampling(self) -> int:
-        """How many pixels a side of a latent stands for."""
-        config = self.network.config
-        blocks = config.get("encoder_block_out_channels") or config.block_out_channels
-        return int(2 ** (len(blocks) - 1))
-
-    @property
-    def is_random(self) -> bool:
-        """Whether an image is encoded to a distribution: a deviation is kept for every mean."""
-        return self.kind in _RANDOM_KINDS
 
     def space(self, height: int, width: int, channels: int) -> LatentSpace:
         """The latents of images of this size, or a sentence why there are none."""
@@ -130,12 +114,7 @@ class Autoencoder:
         """
         images = pixels.to(self.network.device).permute(0, 3, 1, 2).to(self.network.dtype) / 127.5 - 1
         both = torch.stack([images, images.flip(3)], dim=1).flatten(0, 1)
-        found = self.network.encode(both.contiguous())
-        if self.is_random:
-            parts = torch.cat([found.latent_dist.mean, found.latent_dist.std], dim=1)
-        else:
-            parts = found.latent if "latent" in found else found.latents
-        return parts.unflatten(0, (-1, 2))
+        return torch.cat(_parts(self.network.encode(both.contiguous())), dim=1).unflatten(0, (-1, 2))
 
     @torch.no_grad()
     def decoded(self, latents: Tensor) -> Tensor:
@@ -143,6 +122,13 @@ class Autoencoder:
         z = (latents / self.scaling_factor + self.shift_factor).to(self.network.dtype)
         at_once = images_at_once(*(side * self.downsampling for side in z.shape[2:]))
         return torch.cat([self.network.decode(part).sample for part in z.split(at_once)]).clamp(-1, 1).float()
+
+
+def _parts(encoded: Any) -> list[Tensor]:
+    """Means and deviations of what an autoencoder returns, or latents alone: diffusers has three names for them."""
+    if "latent_dist" in encoded:
+        return [encoded.latent_dist.mean, encoded.latent_dist.std]
+    return [encoded["latent"] if "latent" in encoded else encoded["latents"]]
 
 
 def images_at_once(height: int, width: int) -> int:
@@ -189,14 +175,45 @@ def fingerprint(network: Any) -> str:
 
 
 def load_autoencoder(place: str | Path, *, scale: float | None = None, device: str = "cpu") -> Autoencoder:
-    """One of `KINDS` from a folder, a pipeline's folder, or the hub; `scale` replaces its own scaling factor."""
+    """From a folder, a pipeline's folder, or the hub; `scale` replaces the autoencoder's own scaling factor."""
     if scale is not None and not (math.isfinite(scale) and scale > 0):
         raise AutoencoderError(f"the scale of latents is a positive number, such as 0.18215, got {scale}.")
     folder, place = _folder_of(str(place))
     config = _read_config(folder, place)
     network = _load(folder, config["_class_name"], place).to(device)
+    scale = scale or network.config.get("scaling_factor")
+    if scale is None:
+        raise AutoencoderError(
+            f"{place} has no scaling_factor of its own; give the scale of its latents, one over their spread, with "
+            "--scale."
+        )
     shift = config.get("shift_factor") or 0.0
-    return Autoencoder(place, network, float(scale or network.config.scaling_factor), float(shift))
+    return Autoencoder(place, network, float(scale), float(shift), **_probed(network, place))
+
+
+@torch.no_grad()
+def _probed(network: Any, place: str) -> dict[str, Any]:
+    """The shape of its latents, by a small grey image: configs name it in as many ways as there are classes."""
+    image = torch.zeros(1, network.config.get("in_channels", 3), _PROBE, _PROBE, device=network.device)
+    try:
+        parts = _parts(network.encode(image))
+        back = network.decode(parts[0]).sample
+    except (AttributeError, TypeError, ValueError, RuntimeError, LookupError) as error:
+        raise AutoencoderError(
+            f"an autoencoder encodes an image [B, C, H, W] and decodes what comes of it, and {place}, a "
+            f"{type(network).__name__}, does not ({str(error).partition(chr(10))[0]}); take one for images."
+        ) from error
+    if parts[0].ndim != 4 or back.shape[2:] != image.shape[2:]:
+        raise AutoencoderError(
+            f"an autoencoder gives an image of {_PROBE}×{_PROBE} back at its size, and {place}, a "
+            f"{type(network).__name__}, makes {list(parts[0].shape)} and then {list(back.shape)} of it; take "
+            "another one."
+        )
+    return {
+        "channels": parts[0].shape[1],
+        "downsampling": _PROBE // parts[0].shape[2],
+        "is_random": len(parts) == 2,
+    }
 
 
 def _folder_of(place: str) -> tuple[Path, str]:
@@ -250,14 +267,25 @@ def _read_config(folder: Path, place: str) -> dict[str, Any]:
     except ValueError as error:
         raise AutoencoderError(f"{folder / 'config.json'} cannot be read ({error}).") from error
     kind = config.get("_class_name")
-    if kind not in KINDS:
-        raise AutoencoderError(f"an autoencoder for images is one of {', '.join(KINDS)}; {place} is a {kind!r}.")
+    if not _encodes(kind):
+        raise AutoencoderError(
+            f"an autoencoder is a class of diffusers such as AutoencoderKL or AutoencoderDC, got a {kind!r} in "
+            f"{place}."
+        )
     if config.get("latents_mean") or config.get("latents_std"):
         raise AutoencoderError(
             f"{place} normalises each channel by its latents_mean and latents_std; latents are scaled here by one "
             "scaling_factor and shift_factor: take an autoencoder that has these."
         )
     return config
+
+
+def _encodes(kind: Any) -> bool:
+    """Whether diffusers has a model of this name that encodes and decodes."""
+    import diffusers
+
+    found = getattr(diffusers, str(kind), None)
+    return isinstance(found, type) and hasattr(found, "encode") and hasattr(found, "decode")
 
 
 def _load(folder: Path, kind: str, place: str) -> Any:
