@@ -1,4 +1,4 @@
-"""`torch.compile` as it is used here: one graph per shape, in a process that may compile again hours later."""
+"""`torch.compile` as it is used here: a graph for each shape, in a process that may compile again hours later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def _keep_compilers_awake() -> None:
     """Compilers that torch puts to sleep after a minute without work may never answer again.
 
     A training compiles first for its steps and later for its first judgement: with torch 2.11 such a run stood
-    still for good, waiting for a kernel (pytorch/pytorch#183884). It takes effect for compilers not yet started.
+    still for good, waiting for a kernel (docs/experiment_log.md; others see it too: pytorch/pytorch#183884). It
+    takes effect for compilers not yet started.
     """
     import torch._inductor.config as inductor
 
