@@ -1,6 +1,7 @@
 """Exported folders run in a fresh process, in diffusers' own pipelines; `load_pipeline` opens them and others."""
 
 import json
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -76,6 +77,18 @@ def test_a_uvit_runs_in_a_stock_pipeline_folded_or_not(store, tmp_path):  # noqa
     what, (plain, folded) = draw_elsewhere("with", tmp_path / "plain", tmp_path / "folded")
     assert what == ["DDIMPipeline UViT"] * 2
     np.testing.assert_allclose(plain, folded, atol=1e-4)
+    said = []
+    log, kept = logging.getLogger("diffusers.pipelines.pipeline_utils"), logging.Handler()
+    kept.emit = lambda record: said.append(record.getMessage())
+    log.addHandler(kept)
+    try:
+        DiffusionPipeline.from_pretrained(tmp_path / "plain")
+        assert any("Expected types for unet" in line for line in said)  # diffusers alone is surprised
+        said.clear()
+        scalelong.load_pipeline(tmp_path / "plain")
+    finally:
+        log.removeHandler(kept)
+    assert said == []
 
 
 @pytest.mark.slow

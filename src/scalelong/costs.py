@@ -57,7 +57,7 @@ def costs_of(config: RunConfig, processes: int = 1) -> Costs:
         step_bytes(partial(_network, config, again), partial(_inputs, config, images), train.precision).peak
         for again in (False, True)
     )
-    flops = 3 * forward_flops(partial(_network, config), partial(_inputs, config, 1))
+    flops = training_flops(config)
     return Costs(
         parameters=parameters,
         flops_per_image=flops,
@@ -70,6 +70,11 @@ def costs_of(config: RunConfig, processes: int = 1) -> Costs:
         activations=max(plain - weights, 0),
         activations_checkpointed=max(checkpointed - weights, 0),
     )
+
+
+def training_flops(config: RunConfig) -> int:
+    """Forward and backward of one image of a run that was fitted to its data."""
+    return 3 * forward_flops(partial(_network, config), partial(_inputs, config, 1))
 
 
 def state_bytes(parameters: int, train: TrainConfig) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import json
+import logging
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,7 +165,25 @@ def load_pipeline(folder: str | Path, *, variant: str | None = None, torch_dtype
             raise ValueError(f"{folder / name} carries code of its own, {library}.py. {_by_hand(folder)}")
     how = {"variant": variant, "torch_dtype": torch_dtype}
     scaled = {name: load(folder, subfolder=name, **how) for name in components if _was_scaled(folder / name)}
-    return cls.from_pretrained(folder, **scaled, **how)
+    with _uvit_in_a_unets_place():
+        return cls.from_pretrained(folder, **scaled, **how)
+
+
+@contextlib.contextmanager
+def _uvit_in_a_unets_place() -> Iterator[None]:
+    """diffusers is surprised, in its log, by a U-ViT where a pipeline names a UNet."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not (
+            record.getMessage().startswith("Expected types for") and "scalelong.UViT" in record.getMessage()
+        )
+
+    log = logging.getLogger("diffusers.pipelines.pipeline_utils")
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)
 
 
 def _read_index(folder: Path) -> dict[str, Any]:

@@ -1,15 +1,20 @@
 """How far a command is: a bar that fits into a terminal, plain lines where there is none."""
 
 import io
+import re
 import sys
 import time
+from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
 
 from scalelong.cli import lines, main
-from scalelong.cli.common import bars_on, progress_bar, tracked
+from scalelong.cli.common import bars_on, progress_bar, say_cpu, tracked
 from scalelong.cli.lines import ProgressLines, in_words
+from scalelong.config import with_overrides
+from scalelong.presets import run_preset
 
 
 @pytest.mark.parametrize("description", ["training cifar10-uvit-s-deep uniform:0.707", "cs:0.7 seed 0"])
@@ -106,3 +111,18 @@ def test_a_warning_from_two_lines_is_shown_once(capsys):
     for line, sentence in enumerate(("much", "much", "else")):
         show(UserWarning(sentence), UserWarning, "file.py", line)
     assert capsys.readouterr().err == "warning: much\nwarning: else\n"
+
+
+def test_what_a_cpu_needs_days_for_is_told(capsys, monkeypatch):
+    """By the published count of U-ViT-XS, 11.1 M weights: 19.6 GFLOP an image trained."""
+    config = with_overrides(run_preset("cifar10-uvit-xs"), ["train.steps=20000"])
+    changes = {**config.model.changes, "sample_size": 32, "in_channels": 3}
+    config = replace(config, model=replace(config.model, changes=changes))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    say_cpu(config, "cpu")
+    hours = 20_000 * 128 * 19.6e9 / 8e10 / 3600
+    found = re.search(r"20,000 steps .* 2 threads of a CPU some (\d+) hours", capsys.readouterr().err)
+    assert int(found[1]) == pytest.approx(hours, rel=0.02)
+    say_cpu(config, "cuda")
+    say_cpu(with_overrides(config, ["train.steps=20"]), "cpu")
+    assert capsys.readouterr().err == ""

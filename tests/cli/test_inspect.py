@@ -94,3 +94,14 @@ def test_help_has_an_example_and_the_version_is_there():
     assert "scalelong inspect cifar10-uvit-s --scaling cs:0.5" in " ".join(run.stdout.split())
     assert scalelong_command("--version").stdout == f"scalelong {scalelong.__version__}\n"
     assert scalelong_command("inspekt").returncode == 2
+
+
+def test_a_run_shows_its_network_and_its_scaling(tmp_path):
+    from scalelong.config import to_dict, with_overrides
+    from scalelong.presets import run_preset
+
+    changes = ["model.scaling=cs:0.5", "model.changes.num_layers=4", "model.changes.hidden_size=32"]
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(with_overrides(run_preset("digits"), changes))))
+    data = json.loads(invoke(tmp_path, "--json"))
+    assert data["scaling"] == "cs:0.5"
+    assert [skip["coefficient"] for skip in data["skips"]] == [1.0, 0.5]

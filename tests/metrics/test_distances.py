@@ -47,6 +47,16 @@ def test_moments_of_a_stream_are_those_of_the_whole():
     torch.testing.assert_close(whole.covariance, torch.cov(x.T))
 
 
+def test_few_samples_give_the_same_distance_by_a_smaller_matrix():
+    generator = torch.Generator().manual_seed(0)
+    data, few = (torch.randn(n, 40, generator=generator, dtype=torch.float64) for n in (200, 12))
+    a, b = Moments.of(data), Moments.of(1.5 * few + 0.3)
+    roots = torch.linalg.eigvals(a.covariance @ b.covariance).real.clamp(min=0).sqrt().sum()
+    want = (a.mean - b.mean).square().sum() + a.covariance.trace() + b.covariance.trace() - 2 * roots
+    assert frechet_distance(a, b, 1.5 * few + 0.3) == pytest.approx(want.item(), rel=1e-6)
+    assert frechet_distance(a, b) == pytest.approx(want.item(), rel=1e-6)
+
+
 def test_kid_is_unbiased_and_grows_with_distance():
     dim = 16
     generator = torch.Generator().manual_seed(0)

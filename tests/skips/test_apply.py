@@ -695,3 +695,10 @@ def test_the_warning_about_trained_weights_asks_for_nothing_that_is_refused():
     torch.nn.init.constant_(model.norm.weight, 1.5)
     with pytest.warns(UserWarning, match="look trained.*'ls' with keep_function=True"):
         scalelong.apply(model, "skip-norm")
+
+
+def test_a_gate_per_channel_is_not_said_to_be_undone():
+    """What a norm of several channels divides out is one number for all of them."""
+    summary = scalelong.apply(CASES["unet2d"].make(), "ls").summary()
+    assert "undone by norm" in summary
+    assert "100%" not in summary

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from scalelong.config import RunConfig
 
 
+_CPU_FLOPS = 4e10  # a second and thread, roughly: U-ViT-XS on two threads of a server
+_LONG_HOURS = 3
+
+
 def is_first_process() -> bool:
     """Of those that torchrun or accelerate launch started: the one that speaks."""
     return os.environ.get("RANK", "0") == "0"
@@ -96,6 +100,26 @@ def say_warm_up(config: RunConfig) -> None:
             f"warning: the learning rate rises over train.warmup_steps={warm_up} steps, so that {steps:,} steps "
             f"end at {steps / warm_up:.0%} of train.lr; for a short run --set "
             f"train.warmup_steps={max(1, steps // 10)}.",
+            err=True,
+        )
+
+
+def say_cpu(config: RunConfig, device: str) -> None:
+    """On a CPU most recipes take days: that is told before the first step, which takes half a minute."""
+    import torch
+
+    from scalelong.costs import training_flops
+
+    if device != "cpu" or not is_first_process():
+        return
+    threads = torch.get_num_threads()
+    flops = training_flops(config) * config.train.batch_size * config.train.steps
+    hours = flops / (_CPU_FLOPS * threads) / 3600
+    if hours > _LONG_HOURS:
+        typer.echo(
+            f"warning: there is no GPU, and {config.train.steps:,} steps of this network take {threads} threads of "
+            f"a CPU some {hours:,.0f} hours; take fewer steps or a smaller network (a U-ViT with --set "
+            "model.changes.hidden_size=64 --set model.changes.num_layers=4 --set train.batch_size=16, say).",
             err=True,
         )
 

@@ -22,7 +22,7 @@ EXAMPLES = (
 
 def inspect(
     model: Annotated[
-        str, typer.Argument(metavar="PATH|PRESET", help="A saved diffusers folder, or a preset's name.")
+        str, typer.Argument(metavar="PATH|PRESET", help="A saved diffusers folder, a run's, or a preset's name.")
     ],
     scaling: Annotated[
         str | None, typer.Option(help="A spec such as cs:0.7, ls or 1/sqrt2. By default the saved one, or none.")
@@ -69,6 +69,7 @@ def _from_folder(path: str) -> tuple[nn.Module, dict[str, Any] | None]:
     from scalelong.config import meant
     from scalelong.presets import MODEL_PRESETS
     from scalelong.saving import model_class, read_config, recorded_scaling
+    from scalelong.stability.models import run_config
 
     folder = Path(path)
     if not folder.is_dir():
@@ -76,6 +77,11 @@ def _from_folder(path: str) -> tuple[nn.Module, dict[str, Any] | None]:
             f"{path!r} is neither a folder nor a preset; {meant(path, MODEL_PRESETS)} presets are "
             f"{', '.join(MODEL_PRESETS)}."
         )
+    if (run := run_config(folder)) is not None:
+        from scalelong.backbones.build import build
+
+        scaled = {"scaling": run.model.scaling, "placement": run.model.placement}
+        return build(run.model.preset, **run.model.changes), scaled
     if (folder / "model_index.json").is_file():
         parts = [folder / part for part in ("unet", "transformer") if (folder / part).is_dir()]
         if not parts:

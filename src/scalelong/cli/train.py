@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import is_first_process, print_result, progress_bar, say_warm_up
+from scalelong.cli.common import is_first_process, print_result, progress_bar, say_cpu, say_warm_up
 from scalelong.cli.plan import opened_data, published_data, training_plan, training_text
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ def train(
             plan = training_plan(config, store, out, device, begin)
             print_result(plan, as_json, training_text(plan))
             return
+        say_cpu(config, device)
         judges = []
         if held_out is not None:
             judges.append(_held_out(config, store, held_out, device, held_out_num or 2_000, held_out_every))

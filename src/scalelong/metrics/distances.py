@@ -40,13 +40,19 @@ class Moments:
         return Moments(count, self.mean + shift * other.count / count, scatter / (count - 1))
 
 
-def frechet_distance(a: Moments, b: Moments) -> float:
+def frechet_distance(a: Moments, b: Moments, of_b: Tensor | None = None) -> float:
     """‖μ_a - μ_b‖² + tr(C_a + C_b - 2 (C_a C_b)^½): FID on Inception features.
 
-    tr (C_a C_b)^½ is the sum of the square roots of the eigenvalues of A^½ B A^½, which is symmetric.
+    tr (C_a C_b)^½ is the sum of the square roots of the eigenvalues of A^½ B A^½, which is symmetric. `of_b` [N, D]
+    is what `b` was taken from, if at hand: where N < D, they are, but for zeros, those of an N×N matrix.
     """
-    root = _square_root(a.covariance)
-    eigenvalues = torch.linalg.eigvalsh(root @ b.covariance @ root).clamp(min=0)
+    if of_b is not None and len(of_b) < b.mean.numel():
+        centred = of_b.double() - b.mean
+        product = centred @ a.covariance @ centred.T / max(1, len(of_b) - 1)
+    else:
+        root = _square_root(a.covariance)
+        product = root @ b.covariance @ root
+    eigenvalues = torch.linalg.eigvalsh(product).clamp(min=0)
     mean = (a.mean - b.mean).square().sum()
     return float(mean + a.covariance.trace() + b.covariance.trace() - 2 * eigenvalues.sqrt().sum())
 

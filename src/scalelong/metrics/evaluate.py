@@ -124,7 +124,8 @@ def quality_of(
     watch("precision and recall")
     precision, recall = precision_recall(reference.features, fake.features, k=NEIGHBOURS)
     watch("Fréchet distance")
-    fid = frechet_distance(reference.moments, fake.moments)
+    of_all = fake.features if len(fake.features) == fake.moments.count else None
+    fid = frechet_distance(reference.moments, fake.moments, of_all)
     protocol = protocol_of(features.name, fake.moments.count, reference.moments.count, how_sampled)
     caution = caution_of(fake.moments.count, fake.moments.mean.numel())
     return Quality(fid, kid, deviation, precision, recall, protocol, caution)

@@ -31,8 +31,8 @@ def summarise(handle: AppliedScaling, inputs: Sequence[Any], named_inputs: Mappi
     ]
     at_concat_before_norm = handle.placement == "concat" and any(skip.norm is not None for skip in skips)
     if at_concat_before_norm:
-        for row, skip in zip(rows, skips, strict=True):
-            row["undone by norm"] = f"{undone_share(skip):.0%}"
+        for row, skip, scale in zip(rows, skips, scales, strict=True):
+            row["undone by norm"] = f"{undone_share(skip):.0%}" if _is_one_number(scale) else "–"
     if inputs or named_inputs:
         measured = measure(handle.model, skips, scales, inputs, named_inputs, at_concat_before_norm)
         for row, (coefficient, share_measured) in zip(rows, measured, strict=True):
@@ -168,6 +168,11 @@ def norm_advice(skips: Sequence[LongSkip], scales: Sequence[SkipScale], *, above
         f"{share:.0%} of the skip channels sit in GroupNorm groups of their own, where the norm undoes "
         f"{what} (only the shortcut still sees it); {instead}."
     )
+
+
+def _is_one_number(scale: SkipScale) -> bool:
+    """For all channels of an image, which a norm of some of them can divide out; a gate has one for each."""
+    return scale.number() is not None or isinstance(scale, NormScale)
 
 
 def _describe(scale: SkipScale) -> str:

@@ -54,7 +54,7 @@ def open_model(name: str, seed: int = 0) -> OpenedModel:
     folder = Path(name)
     if not folder.is_dir():
         raise ValueError(f"{name!r} is neither a folder nor a preset; the presets are {', '.join(MODEL_PRESETS)}.")
-    if (run := _run_config(folder)) is not None:
+    if (run := run_config(folder)) is not None:
         from scalelong.experiment import load_run
 
         return _opened(name, load_run(folder, device="cpu").model, run.process, trained=True)
@@ -75,7 +75,8 @@ def _from_diffusers(name: str, folder: Path, seed: int) -> OpenedModel:
     return _opened(name, _seeded(seed, lambda: cls.from_config(config)), process, trained=False)
 
 
-def _run_config(folder: Path) -> RunConfig | None:
+def run_config(folder: Path) -> RunConfig | None:
+    """Of a run's folder; None where it is a model's."""
     from scalelong.experiment import read_config
 
     file = folder / "config.json"

@@ -22,7 +22,7 @@ class NonFiniteError(FloatingPointError):
         advice = advice or (
             f"The weights are those of step {step}, before the bad update. A branch goes on from there "
             "(scalelong train --branch RUN --out NEW) with a lower train.lr, train.clip_norm=1 or bf16 in place of "
-            "fp16; a new run may go better with a skip scaling."
+            "fp16; if that fails at once, they are ruined already, and a new run is needed."
         )
         super().__init__(f"step {step}: the {what} is not finite; {culprit}. {advice}")
         self.step = step
