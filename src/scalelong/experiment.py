@@ -41,7 +41,7 @@ from scalelong.runs.drawing import (
     with_autoencoder,
 )
 from scalelong.runs.events import Judge, Walk, events_of
-from scalelong.runs.folder import LoadedRun, check_folder, last_step, load_run, open_run, read_config
+from scalelong.runs.folder import LoadedRun, check_folder, last_step, load_run, open_run, read_config, run_config
 from scalelong.runs.pictures import write_grid
 from scalelong.training.fit import Fit, Progress
 from scalelong.training.log import NoLog, RunLog
@@ -82,6 +82,7 @@ __all__ = [
     "open_data",
     "process_of",
     "read_config",
+    "run_config",
     "sampling_precision",
     "train",
     "usable_device",

@@ -121,7 +121,7 @@ def test_what_a_cpu_needs_days_for_is_told(capsys, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     say_cpu(config, "cpu")
     hours = 20_000 * 128 * 19.6e9 / 8e10 / 3600
-    found = re.search(r"20,000 steps .* 2 threads of a CPU some (\d+) hours", capsys.readouterr().err)
+    found = re.search(r"on a CPU, with 2 threads, 20,000 steps .* some (\d+) hours", capsys.readouterr().err)
     assert int(found[1]) == pytest.approx(hours, rel=0.02)
     say_cpu(config, "cuda")
     say_cpu(with_overrides(config, ["train.steps=20"]), "cpu")

@@ -117,8 +117,8 @@ def say_cpu(config: RunConfig, device: str) -> None:
     hours = flops / (_CPU_FLOPS * threads) / 3600
     if hours > _LONG_HOURS:
         typer.echo(
-            f"warning: there is no GPU, and {config.train.steps:,} steps of this network take {threads} threads of "
-            f"a CPU some {hours:,.0f} hours; take fewer steps or a smaller network (a U-ViT with --set "
+            f"warning: on a CPU, with {threads} threads, {config.train.steps:,} steps of this network take some "
+            f"{hours:,.0f} hours; take a GPU, fewer steps or a smaller network (a U-ViT with --set "
             "model.changes.hidden_size=64 --set model.changes.num_layers=4 --set train.batch_size=16, say).",
             err=True,
         )

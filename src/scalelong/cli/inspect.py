@@ -67,9 +67,9 @@ def _from_preset(name: str) -> nn.Module:
 
 def _from_folder(path: str) -> tuple[nn.Module, dict[str, Any] | None]:
     from scalelong.config import meant
+    from scalelong.experiment import run_config
     from scalelong.presets import MODEL_PRESETS
     from scalelong.saving import model_class, read_config, recorded_scaling
-    from scalelong.stability.models import run_config
 
     folder = Path(path)
     if not folder.is_dir():

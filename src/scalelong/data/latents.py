@@ -81,11 +81,11 @@ class Autoencoder:
 
     def check(self, height: int, width: int, channels: int) -> None:
         """Refuse images of a size that does not fit."""
-        config, factor = self.network.config, self.downsampling
-        given = config.get("out_channels", config.in_channels)
-        if (channels, channels) != (config.in_channels, given):
+        factor, taken = self.downsampling, _image_channels(self.network)
+        given = self.network.config.get("out_channels", taken)
+        if (channels, channels) != (taken, given):
             raise AutoencoderError(
-                f"the autoencoder {self.place} takes {config.in_channels} channels and gives {given}, and the "
+                f"the autoencoder {self.place} takes {taken} channels and gives {given}, and the "
                 f"images have {channels}; take one that was made for them."
             )
         if height % factor or width % factor:
@@ -122,6 +122,10 @@ class Autoencoder:
         z = (latents / self.scaling_factor + self.shift_factor).to(self.network.dtype)
         at_once = images_at_once(*(side * self.downsampling for side in z.shape[2:]))
         return torch.cat([self.network.decode(part).sample for part in z.split(at_once)]).clamp(-1, 1).float()
+
+
+def _image_channels(network: Any) -> int:
+    return int(network.config.get("in_channels", 3))
 
 
 def _parts(encoded: Any) -> list[Tensor]:
@@ -194,10 +198,12 @@ def load_autoencoder(place: str | Path, *, scale: float | None = None, device: s
 @torch.no_grad()
 def _probed(network: Any, place: str) -> dict[str, Any]:
     """The shape of its latents, by a small grey image: configs name it in as many ways as there are classes."""
-    image = torch.zeros(1, network.config.get("in_channels", 3), _PROBE, _PROBE, device=network.device)
+    image = torch.zeros(1, _image_channels(network), _PROBE, _PROBE, device=network.device)
     try:
         parts = _parts(network.encode(image))
         back = network.decode(parts[0]).sample
+    except torch.OutOfMemoryError:
+        raise
     except (AttributeError, TypeError, ValueError, RuntimeError, LookupError) as error:
         raise AutoencoderError(
             f"an autoencoder encodes an image [B, C, H, W] and decodes what comes of it, and {place}, a "

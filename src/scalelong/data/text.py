@@ -52,6 +52,8 @@ class TextEncoder:
         """D, by an empty text: what cannot read one is told before a dataset is decoded."""
         try:
             return int(self([""]).shape[2])
+        except torch.OutOfMemoryError:
+            raise
         except (TypeError, AttributeError, ValueError, RuntimeError, LookupError) as error:
             raise ValueError(
                 f"{self.name} holds a {type(self.model).__name__}, which gives no hidden state for each token of a "

@@ -23,7 +23,7 @@ from scalelong.data.files import write_whole
 from scalelong.presets import model_preset
 from scalelong.runs.assembly import build_model, drawn_by
 from scalelong.runs.data import RunData
-from scalelong.runs.folder import CONFIG, ENVIRONMENT, TEXT, differences, last_step, load_run, read_config
+from scalelong.runs.folder import CONFIG, TEXT, differences, last_step, load_run, read_config, run_config
 from scalelong.saving import load, local_folder, model_class, recorded_scaling
 from scalelong.saving import read_config as read_model_config
 from scalelong.skips.apply import apply
@@ -299,17 +299,17 @@ class _Origin:
 
     def open(self) -> nn.Module:
         """The model, on the CPU."""
-        return load_run(self.folder, device="cpu").model if _is_run(self.folder) else load(self.folder)
+        return load_run(self.folder, device="cpu").model if run_config(self.folder) else load(self.folder)
 
     def step(self) -> int | None:
         """That of a run; nobody knows a model's."""
-        return last_step(self.folder) if _is_run(self.folder) else None
+        return last_step(self.folder) if run_config(self.folder) else None
 
 
 def _origin(source: str) -> _Origin:
     folder = local_folder(source)
-    if _is_run(folder):
-        model = read_config(folder).model
+    if (run := run_config(folder)) is not None:
+        model = run.model
         preset = model_preset(model.preset)
         scaling = None if model.scaling == "none" else {name: getattr(model, name) for name in _OF_THE_SCALING}
         arguments: Mapping[str, Any] = {**preset.config, **model.changes}
@@ -318,11 +318,6 @@ def _origin(source: str) -> _Origin:
         folder = next((folder / name for name in ("unet", "transformer") if (folder / name).is_dir()), folder)
     config = read_model_config(folder)
     return _Origin(source, folder, config["_class_name"], config, recorded_scaling(config))
-
-
-def _is_run(folder: Path) -> bool:
-    """Also one without a checkpoint yet. A model's folder has a config.json as well."""
-    return (folder / CONFIG).is_file() and ((folder / CHECKPOINTS).is_dir() or (folder / ENVIRONMENT).is_file())
 
 
 def _fill(model: nn.Module, given: Mapping[str, Tensor], source: str) -> None:

@@ -112,6 +112,18 @@ def read_config(folder: Path) -> RunConfig:
         raise ValueError(f"{file}: {error}") from error
 
 
+def run_config(folder: Path) -> RunConfig | None:
+    """Of a run's folder; None for another, such as a model's, which has a config.json as well."""
+    file = folder / CONFIG
+    if not file.is_file():
+        return None
+    try:
+        held = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read ({error}); copy the folder again.") from error
+    return read_config(folder) if isinstance(held, dict) and "train" in held else None
+
+
 def last_step(folder: Path) -> int:
     """The step of a run's newest whole checkpoint; 0 where there is none."""
     found = checkpoint.load_latest(folder / CHECKPOINTS)

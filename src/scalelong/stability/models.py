@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scalelong.config import RunConfig
 from scalelong.data.store import Store
 from scalelong.diffusion.process import Process, process_named
 from scalelong.skips.apply import find_skips
@@ -44,6 +42,7 @@ class OpenedModel:
 
 def open_model(name: str, seed: int = 0) -> OpenedModel:
     """A preset with fresh weights, a run's averaged weights, or a saved diffusers model or pipeline."""
+    from scalelong.experiment import load_run, run_config
     from scalelong.presets import MODEL_PRESETS, RUN_PRESETS
 
     if name in MODEL_PRESETS:
@@ -55,8 +54,6 @@ def open_model(name: str, seed: int = 0) -> OpenedModel:
     if not folder.is_dir():
         raise ValueError(f"{name!r} is neither a folder nor a preset; the presets are {', '.join(MODEL_PRESETS)}.")
     if (run := run_config(folder)) is not None:
-        from scalelong.experiment import load_run
-
         return _opened(name, load_run(folder, device="cpu").model, run.process, trained=True)
     if (folder / "model_index.json").is_file():
         folder = next((folder / part for part in ("unet", "transformer") if (folder / part).is_dir()), folder)
@@ -73,16 +70,6 @@ def _from_diffusers(name: str, folder: Path, seed: int) -> OpenedModel:
         return _opened(name, load(folder), process, trained=True)
     cls = model_class(config["_class_name"])
     return _opened(name, _seeded(seed, lambda: cls.from_config(config)), process, trained=False)
-
-
-def run_config(folder: Path) -> RunConfig | None:
-    """Of a run's folder; None where it is a model's."""
-    from scalelong.experiment import read_config
-
-    file = folder / "config.json"
-    if not file.is_file() or "train" not in json.loads(file.read_text(encoding="utf-8")):
-        return None
-    return read_config(folder)
 
 
 def _opened(name: str, model: nn.Module, process: str, trained: bool) -> OpenedModel:

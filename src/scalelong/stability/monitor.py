@@ -215,7 +215,7 @@ class StabilityMonitor:
         self._watching.close()
         coming = self.steps + 1
         self._observing = coming % self.interval == 0
-        self.pulse.arm(coming, everything=self._observing or (self._finds_late and self._trouble_is_likely()))
+        self.pulse.arm(coming, everything=self._observing, outputs=self._finds_late and self._trouble_is_likely())
         if self._observing and self.observer is not None:
             self.observer.forget()
             self._watching.enter_context(self.observer.watching())

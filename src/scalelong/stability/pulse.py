@@ -113,12 +113,15 @@ class Pulse:
         """Whether a parameter that is not watched is in training now."""
         return any(p.requires_grad for p in self._frozen)
 
-    def arm(self, step: int, *, everything: bool) -> None:
-        """Say which step is coming, and whether it is to show everything."""
+    def arm(self, step: int, *, everything: bool, outputs: bool = False) -> None:
+        """Say which step is coming, and whether it is to show everything, or its outputs besides what is its turn.
+
+        Updates keep their turns: that of one step is not as large as the mean of two.
+        """
         self._step = step
         self.updating = everything or step % 2 == 0
-        self.showing = everything or step % 4 == 0
-        self.looking = self.updating or self.parameters[0].is_cuda
+        self.showing = everything or outputs or step % 4 == 0
+        self.looking = self.updating or outputs or self.parameters[0].is_cuda
 
     @torch.no_grad()
     def glance(self, loss: Tensor) -> Values:
