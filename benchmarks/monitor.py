@@ -1,6 +1,7 @@
 """What the monitor costs a plain loop: `python -m benchmarks.monitor digits cifar10-unet`.
 
-One loop (forward, backward, AdamW) with and without a `StabilityMonitor` at its default interval, measured thrice:
+One loop (forward, backward, AdamW) with and without a `StabilityMonitor` at its default interval, measured in
+three ways:
 
 - pairs: a plain and a monitored step follow each other on the same weights, now the one first and now the other.
   The median of their differences holds all of the cost, and the noise of two whole steps: hence its standard error.
@@ -9,7 +10,9 @@ One loop (forward, backward, AdamW) with and without a `StabilityMonitor` at its
   out the few microseconds that torch takes to call a hook, and counts what the optimiser then finds in the caches.
 - loop: an interval of plain steps and one of monitored steps follow each other, now the one first and now the
   other, and only the ends of each are timed. On a GPU this alone is what a training loses: the two above wait for
-  the device in every step, so that the host's work never overlaps with the device's. A median, as for pairs.
+  the device in every step, so that the host's work never overlaps with the device's. A median, as for pairs; and
+  beside it the time within the monitor's functions in these intervals, which is what a loop loses where the host
+  is the slower of the two, as it is in most eager ones.
 
 On a CPU whole steps are timed by the processor's clock, which a shared machine disturbs less than that on the wall.
 """
@@ -80,7 +83,8 @@ def measure(preset: str, batch: int, steps: int, interval: int, *, bf16: bool = 
         watch = Stopwatch(monitor)
         _run(step, watch, warmup, watched=True)
         plain, more, inside = alternating_steps(step, watch, steps, device)
-        block, block_more = alternating_blocks(step, watch, max(2, steps // interval), interval, device)
+        blocks = max(2, steps // interval)
+        block, block_more, block_inside = alternating_blocks(step, watch, blocks, interval, device)
         watch.attach(True)
         monitor.close()
     pairs, error = median_with_error(more)
@@ -95,6 +99,7 @@ def measure(preset: str, batch: int, steps: int, interval: int, *, bf16: bool = 
         "loop_plain_ms": round(statistics.median(block), 3),
         "loop_ms": round(loop, 4),
         "loop_standard_error_ms": round(loop_error, 4),
+        "loop_inside_ms": round(statistics.median(block_inside), 4),
     }
 
 
@@ -124,21 +129,24 @@ def alternating_steps(step: Step, watch: Stopwatch, steps: int, device: str) -> 
 
 def alternating_blocks(
     step: Step, watch: Stopwatch, pairs: int, interval: int, device: str
-) -> tuple[list[float], list[float]]:
-    """Milliseconds a step of plain blocks, and what the monitored blocks beside them take more.
+) -> tuple[list[float], ...]:
+    """Milliseconds a step of plain blocks, what the monitored blocks beside them take more, and those inside the
+    monitor.
 
     A block is an interval, so that each monitored one has its look; nothing but that waits for the device.
     """
-    plain, more = [], []
+    plain, more, inside = [], [], []
     for number in range(pairs):
         times = {}
+        watch.spent = 0.0
         for watched in (number % 2 == 1, number % 2 == 0):
             started = _now(device)
             _run(step, watch, interval, watched=watched)
             times[watched] = (_now(device) - started) * 1e3 / interval
         plain.append(times[False])
         more.append(times[True] - times[False])
-    return plain, more
+        inside.append(watch.spent * 1e3 / interval)
+    return plain, more, inside
 
 
 def _run(step: Step, watch: Stopwatch, steps: int, *, watched: bool) -> None:
@@ -151,11 +159,13 @@ def sentence(row: dict[str, Any]) -> str:
     """A measurement, as shares of a plain step."""
     names = ("pairs_ms", "pairs_standard_error_ms", "inside_ms")
     pairs, error, inside = (row[name] / row["plain_ms"] for name in names)
-    loop, loop_error = (row[name] / row["loop_plain_ms"] for name in ("loop_ms", "loop_standard_error_ms"))
+    names = ("loop_ms", "loop_standard_error_ms", "loop_inside_ms")
+    loop, loop_error, loop_inside = (row[name] / row["loop_plain_ms"] for name in names)
     return (
         f"{row['preset']}, batch {row['batch']}: {row['plain_ms']:.1f} ms a plain step; the monitor takes "
         f"{pairs:.2%} ± {error:.2%} of it by {row['pairs']} pairs, {inside:.2%} inside; in a "
-        f"loop {loop:.2%} ± {loop_error:.2%} of {row['loop_plain_ms']:.1f} ms by {row['blocks']} pairs of blocks"
+        f"loop {loop:.2%} ± {loop_error:.2%} of {row['loop_plain_ms']:.1f} ms by {row['blocks']} pairs of blocks, "
+        f"{loop_inside:.2%} inside"
     )
 
 
