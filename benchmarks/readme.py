@@ -14,8 +14,9 @@ _ORDER = ("cifar10-uvit", "cifar10-unet", "imagenet64", "")  # the first that a 
 
 
 def newest() -> dict[str, Path]:
-    """The newest file of each benchmark on a GPU; dates lead the names."""
-    files = sorted(file for file in RESULTS.glob("*.json") if "CPU" not in read(file)[0].hardware)
+    """The newest file of each benchmark on a GPU; dates lead the names. How costs grow is the log's matter."""
+    shown = (file for file in RESULTS.glob("*.json") if "-scaling-" not in file.name)
+    files = sorted(file for file in shown if "CPU" not in read(file)[0].hardware)
     return {re.sub(r"^\d{4}-\d{2}-\d{2}-(throughput-)?", "", file.stem): file for file in files}
 
 

@@ -52,7 +52,8 @@ def main(
                 store = random_store(Path(folder) / f"{axis}-{factor}", config)
                 fitted = experiment.fitted_to(config, store)
                 step = partial(step_of, fitted, store)
-                name = f"{axis} {size}"
+                shown = experiment.build_model(fitted, "meta").num_tokens if axis == "tokens" else size
+                name = f"{axis} {shown}"
                 contenders.append(Contender(name, "none", fitted.train.batch_size, flops(fitted), step))
             rows += race(contenders, rounds=rounds, steps=steps)
     typer.echo(table(rows))

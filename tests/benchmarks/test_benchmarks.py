@@ -93,11 +93,14 @@ def test_the_authors_code_takes_part(tmp_path):
 
 def test_scaling_follows_the_flops(tmp_path):
     output = run(
-        scaling, "digits", *TINY, "--set", "train.batch_size=4", "--axes", "batch", "--rounds", "1",
+        scaling, "digits", *TINY, "--set", "train.batch_size=4", "--axes", "batch,tokens", "--rounds", "1",
         "--steps", "1", "--out", str(tmp_path),
     )  # fmt: skip
     assert "batch: time grows as FLOPs^" in output
-    assert [row.batch for row in rows_in(tmp_path)] == [2, 4, 8]
+    rows = rows_in(tmp_path)
+    assert [row.batch for row in rows] == [2, 4, 8, 4, 4, 4]
+    sides = [side // 2 for side in (4, 8, 16)]  # in patches of 2; the time token comes on top
+    assert [row.name for row in rows[3:]] == [f"tokens {side**2 + 1}" for side in sides]
 
 
 def test_the_exponent_of_a_known_growth():
