@@ -2,6 +2,7 @@
 
 Each is first compared with softmax(q kᵀ/√d) v in float32; one that is wrong, or does not fit the GPU, is left out
 and named. The best goes into `FORWARD`, `BACKWARD_QUERIES` and `BACKWARD_KEYS` of scalelong/kernels/attention.py.
+`--only candidate` races attention_candidates.py with those in use.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def main(
     heads: Annotated[int, typer.Option(help="Heads.")] = 8,
     dim: Annotated[int, typer.Option(help="32 or 64 numbers a head.")] = 64,
     rounds: Annotated[int, typer.Option(help="How often each has its turn.")] = 7,
+    only: Annotated[str, typer.Option(help="A part of the names of those that race ours; by default all.")] = "",
     out: Annotated[Path, typer.Option(help="Where the result file goes.")] = PROFILES,
 ) -> None:
     """Time attention forward, and forward with backward, print a table and write a dated result file."""
@@ -55,6 +57,8 @@ def main(
     ready = []
     for contender in contenders(heads, tokens, on_gpu=device == "cuda"):
         name = contender.name
+        if only not in name and name != "ours":
+            continue
         try:
             with contender.launched():
                 error = _difference(_gradient(contender.attend, qkv, grad), want)
@@ -94,9 +98,17 @@ def contenders(heads: int, tokens: int, *, on_gpu: bool) -> Iterator[Contender]:
         yield Contender(f"torch, {name}", partial(_by_torch, heads, backend=backend))
     if not on_gpu:
         return
+    from benchmarks.attention_candidates import with_extras_in_tiles
+
     attend = partial(ours.attention, num_heads=heads)
     yield Contender("ours", attend)
     blocks = [block for block in (32, 64, 128) if block <= tokens]
+    candidate = partial(with_extras_in_tiles, num_heads=heads)
+    yield Contender("candidate", candidate)
+    for kernel, warps in product(("FORWARD", "BACKWARD_QUERIES", "BACKWARD_KEYS"), (4, 8)):
+        launch = {**getattr(ours, kernel), "BQ": blocks[-1], "num_warps": warps}
+        name = f"candidate, {kernel.lower().replace('_', ' ')} {blocks[-1]}/{warps}"
+        yield Contender(name, candidate, {kernel: launch})
     for queries, stages, warps in product(blocks, (1, 2, 3), (4, 8)):
         launch = {"BQ": queries, "STAGES": stages, "num_warps": warps}
         yield Contender(f"ours, forward {queries}/{stages}/{warps}", attend, {"FORWARD": launch})
