@@ -65,6 +65,24 @@ def test_the_time_left_leaves_out_what_comes_before_the_first_step():
     assert told.lines == ["training digits none: 51 of 101, after 1 min, about 10 s left"]
 
 
+def test_before_a_task_is_known_nothing_is_said_and_one_may_begin_half_done():
+    told = Told()
+    with told.bar():
+        pass
+    assert told.lines == []
+    with told.bar() as bar:
+        task = bar.add_task("training digits none", total=100, completed=40, note="")
+        told.seconds = 60.0
+        assert told.lines == []
+        bar.update(task, completed=41)
+        told.seconds = 70.0
+        bar.update(task, completed=51)
+    assert told.lines == ["training digits none: 51 of 100, after 1 min, about 49 s left"]
+    with told.bar() as bar:
+        bar.add_task("training digits none", total=100, completed=40, note="")
+    assert told.lines[1:] == ["training digits none: 40 of 100, after 0 s"]
+
+
 def test_every_run_that_ends_is_told_once():
     told = Told()
     with told.bar() as bar:

@@ -203,6 +203,23 @@ def test_a_training_stops_after_its_time_and_goes_on(data):
     assert json.loads(run(*args, "--stop-after", "5", "--json")) == {"out": str(out), "done": True, "step": 2}
 
 
+def test_a_run_that_is_done_is_told_to_be_and_how_it_is_trained_further(data):
+    out = data / "done"
+    args = ["train", "digits", "--data", data / "store", "--out", out, *TINY, "--set", "train.warmup_steps=0"]
+    run(*args, "--set", "train.steps=2")
+    for steps in (2, 1):
+        told = CliRunner().invoke(app, [*map(str, args), "--set", f"train.steps={steps}"], catch_exceptions=False)
+        assert told.stderr == ""  # no progress: there was none
+        assert told.stdout == (
+            f"{out} is done: step 2 is saved and train.steps={steps}, so nothing was trained. For more steps: "
+            f"scalelong train --out {out} --set train.steps=4. Next: scalelong sample {out}\n"
+        )
+    assert json.loads(run(*args, "--set", "train.steps=1", "--json")) == {"out": str(out), "done": True, "step": 2}
+    more = CliRunner().invoke(app, ["train", "--out", str(out), "--set", "train.steps=4"], catch_exceptions=False)
+    assert "training digits none: 4 of 4" in more.stderr
+    assert f"{out}: step 4 of 4 is saved. Next: scalelong sample" in more.stdout
+
+
 def test_a_run_goes_on_by_its_folder_alone(data):
     out = data / "by folder"
     run(

@@ -56,9 +56,9 @@ class ProgressLines:
         if self.last_line:
             self._speak()
 
-    def add_task(self, description: str, total: float | None, note: str = "") -> int:
-        """The number of the new task."""
-        self.tasks.append(LineTask(description, total, note, since_s=self.clock()))
+    def add_task(self, description: str, total: float | None, note: str = "", completed: float = 0.0) -> int:
+        """The number of the new task, so much of which is done already."""
+        self.tasks.append(LineTask(description, total, note, completed, since_s=self.clock()))
         return len(self.tasks) - 1
 
     def update(self, task: int, *, completed: float | None = None, note: str | None = None) -> None:
@@ -85,7 +85,9 @@ class ProgressLines:
             self._speak()
 
     def _speak(self) -> None:
-        what = "" if not self.tasks else _how_far(self.tasks)
+        if not self.tasks:
+            return
+        what = _how_far(self.tasks)
         if what != self.said or not self.ended.is_set():  # the end does not repeat what the last run to end said
             now_s = self.clock()
             parts = [what, f"after {in_words(now_s - self.began_s)}", _left(self.tasks, now_s)]

@@ -165,16 +165,22 @@ def train(
             judges.append(_quality(config, store, features, inception, device, num, evaluate_every))
         stop_after_s = math.inf if stop_after is None else 60 * stop_after
         how: dict[str, Any] = {"logger": logger, "judges": judges, "stop_after_s": stop_after_s, "begin": begin}
-        done = _run(config, store, out, device, **how)
+        done, trained = _run(config, store, out, device, **how)
     if is_first_process():
         _write_report(out)
-    step = config.train.steps if done else experiment.last_step(out)
+    step = config.train.steps if done and trained else experiment.last_step(out)
+    told = _told(out, step, config.train.steps, done, trained)
+    print_result({"out": str(out), "done": done, "step": step}, as_json, f"{told} Next: scalelong sample {out}")
+
+
+def _told(out: Path, step: int, steps: int, done: bool, trained: bool) -> str:
+    if done and not trained:
+        return (
+            f"{out} is done: step {step:,} is saved and train.steps={steps}, so nothing was trained. For more "
+            f"steps: scalelong train --out {out} --set train.steps={2 * step}."
+        )
     again = "" if done else " Stopped before its end; the same command goes on from there."
-    print_result(
-        {"out": str(out), "done": done, "step": step},
-        as_json,
-        f"{out}: step {step:,} of {config.train.steps:,} is saved.{again} Next: scalelong sample {out}",
-    )
+    return f"{out}: step {step:,} of {steps:,} is saved.{again}"
 
 
 def _check_asked(question: object, name: str, about: Mapping[str, object]) -> None:
@@ -293,22 +299,26 @@ def _never(model: Any, walk: Any) -> dict[str, float]:
     raise AssertionError("asked to judge besides the first process")
 
 
-def _run(config: RunConfig, store: Any, out: Path, device: str, **how: Any) -> bool:
+def _run(config: RunConfig, store: Any, out: Path, device: str, **how: Any) -> tuple[bool, bool]:
+    """Whether it is done, and whether there was anything to train."""
     from scalelong import experiment
     from scalelong.training.fit import Progress
 
     with progress_bar() as bar:
-        task = bar.add_task(
-            f"training {config.model.preset} {config.model.scaling}", total=config.train.steps, note=""
-        )
+        tasks: list[Any] = []  # none where a run is refused, or was done before
 
         def show(progress: Progress) -> None:
+            if not tasks:
+                name = f"training {config.model.preset} {config.model.scaling}"
+                tasks.append(bar.add_task(name, total=progress.steps, completed=progress.step, note=""))
+                return
+            (task,) = tasks
             bar.update(task, completed=progress.step)
             if progress.loss is not None:
                 speed = bar.tasks[0].speed or 0.0
                 bar.update(task, note=f"loss {progress.loss:.4f}, {speed * config.train.batch_size:,.0f} images/s")
 
-        return experiment.train(config, store, out, device=device, show=show, **how)
+        return experiment.train(config, store, out, device=device, show=show, **how), bool(tasks)
 
 
 def _write_report(out: Path) -> None:

@@ -29,7 +29,7 @@ _ONE_PRESS_S = 0.5  # signals this near to each other are one request: a termina
 
 @dataclass(frozen=True)
 class Progress:
-    """What a progress bar shows after each update."""
+    """What a progress bar shows before the first update, where there is one to come, and after each."""
 
     step: int
     steps: int
@@ -113,6 +113,8 @@ class Fit:
         self.model.train()
         made = True
         with self.interruption:
+            if self.step < self.config.steps:
+                show(Progress(self.step, self.config.steps, None))
             if self.step:
                 made = self._make([event for event in events if self._due(event.interval)], only_lacking=True)
             since, started = self.step, time.perf_counter()
