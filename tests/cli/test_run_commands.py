@@ -561,6 +561,26 @@ def test_settings_that_cannot_be_leave_no_folder_to_stumble_over(data, tmp_path,
     run(*args)
 
 
+@pytest.mark.parametrize(
+    ("out", "wrong", "says"),
+    [
+        ("new", "sampling.sampler=euler", "unknown sampler 'euler'"),
+        ("new", "train.execution=captured", "train.execution=captured needs a GPU, got the device 'cpu'"),
+        ("new", "model.changes.num_layers=3", "num_layers is even"),
+        ("run", "data.condition=none", "run holds another run: data.condition was 'class' and is 'none'"),
+    ],
+)
+def test_a_refusal_comes_before_any_word_about_the_work(trained, data, monkeypatch, capsys, out, wrong, says):
+    monkeypatch.setattr("scalelong.judging.judge_quality", lambda *_, **__: pytest.fail("features were opened"))
+    args = ["train", "digits", "--data", data / "store", "--scaling", "cs:0.7", *TINY, "--device", "cpu"]
+    args += ["--set", "train.steps=5", "--set", "data.condition=class", "--set", wrong]  # warned of: a short run
+    args += ["--evaluate-every", "5", "--features", "pixels"]
+    code, error = fails(monkeypatch, capsys, *args, "--out", data / out)
+    assert code == 2
+    assert error.startswith("error: ")
+    assert says in error
+
+
 def test_what_the_system_refuses_exits_1_with_advice(trained, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("x")
     for args in (["sample", trained, "--num", 1, "--steps", 1], ["export", trained], ["report", trained]):

@@ -113,11 +113,10 @@ def training_plan(config: RunConfig, store: Store, out: Path, device: str, begin
     return {**plan, "begins": begin.told(), "precision": fitted.train.precision, "costs": costs.as_dict()}
 
 
-def _run_plan(config: RunConfig, store: Store, out: Path, device: str) -> tuple[Plan, RunConfig]:
+def checked(config: RunConfig, store: Store, out: Path, device: str) -> tuple[RunConfig, int]:
+    """The config as it is run here, and how many parameters it has; what cannot be run is refused, at no cost."""
     from scalelong import experiment
-    from scalelong.config import resolved_for, to_dict
-    from scalelong.costs import state_bytes
-    from scalelong.presets import model_preset
+    from scalelong.config import resolved_for
     from scalelong.world import World, rank_and_size
 
     config = experiment.fitted_to(config, store)
@@ -125,10 +124,19 @@ def _run_plan(config: RunConfig, store: Store, out: Path, device: str) -> tuple[
     config = replace(config, train=resolved_for(config.train, device, world.size))
     world.part(config.train.batch_size, config.train.accumulate)
     experiment.check_drawing(config)
+    experiment.check_folder(config, out, data=_data_at_hand(config, store))
+    return config, sum(p.numel() for p in experiment.build_model(config, "meta").parameters())
+
+
+def _run_plan(config: RunConfig, store: Store, out: Path, device: str) -> tuple[Plan, RunConfig]:
+    from scalelong import experiment
+    from scalelong.config import to_dict
+    from scalelong.costs import state_bytes
+    from scalelong.presets import model_preset
+
+    config, parameters = checked(config, store, out, device)
     if store.manifest.sha256:
         experiment.autoencoder_of(config, device)
-    experiment.check_folder(config, out, data=_data_at_hand(config, store))
-    parameters = sum(p.numel() for p in experiment.build_model(config, "meta").parameters())
     plan = {
         "out": str(out),
         "data": store.manifest.source,

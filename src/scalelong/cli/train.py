@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scalelong.cli.common import is_first_process, print_result, progress_bar, say_cpu, say_warm_up
-from scalelong.cli.plan import opened_data, published_data, training_plan, training_text
+from scalelong.cli.plan import checked, opened_data, published_data, training_plan, training_text
 
 if TYPE_CHECKING:
     from scalelong.config import RunConfig
@@ -146,12 +146,14 @@ def train(
         config = experiment.with_autoencoder(experiment.fitted_to(config, store), autoencoder)
         if evaluate_every is not None:
             check_images(features, store.manifest.height * store.manifest.width * store.manifest.channels)
+        if held_out is not None:
+            check_like(config, store, open_store(held_out))
+        if is_first_process():  # the others may find a folder that it has begun
+            checked(config, store, out, device)
         if data is None and not dry_run:
             _say_digits(preset)
         _say_null_class(config, run_preset(preset).data.label_dropout)
         say_warm_up(config)
-        if held_out is not None:
-            check_like(config, store, open_store(held_out))
         if dry_run:
             plan = training_plan(config, store, out, device, begin)
             print_result(plan, as_json, training_text(plan))
