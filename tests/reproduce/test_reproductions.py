@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -293,6 +294,22 @@ def test_a_scaling_that_spoils_most_cells_is_called_clearly_worse():
     assert unclear.found.endswith("spoils 4 of 8 others; by luck: 1")
     assert not spoils.holds
     assert not unclear.holds
+
+
+def test_the_size_of_the_input_is_told_with_how_far_off_it_is_and_why(tmp_path):
+    found = reproduction_named("fig3a").judge({"mean": 0.9})
+    assert found.checks[0].found == "0.9000, 10.3 % above 0.8163"
+    assert reproduction_named("fig3a").judge({"mean": 0.8}).checks[0].found == "0.8000, 2.0 % below 0.8163"
+    store = prepare(digits(), tmp_path / "digits")
+    told = CliRunner().invoke(
+        app,
+        ["reproduce", "fig3a", "--data", str(store.folder), "--out", str(tmp_path / "out")],
+        catch_exceptions=False,
+    )
+    pixels = store.images[:] / 127.5 - 1.0
+    mean_square = float(re.search(r"that of the data is (\d\.\d+)", told.stdout)[1])
+    assert mean_square == pytest.approx((pixels**2).mean(), abs=0.005)
+    assert told.stderr == ""  # there is nothing to train
 
 
 COMMITTED = Path(__file__).parents[2] / "results" / "reproduce-small"

@@ -110,7 +110,7 @@ def _one(
         return
     device = experiment.default_device()
     at_once = min(workers or default_workers(device), max(1, len(left)))
-    with progress_bar() as bar:
+    with progress_bar(transient=not left) as bar:  # where all is trained there is nothing to tell
         task = bar.add_task(what.title, total=sum(m.config.train.steps for m in left), note=f"{len(left)} runs")
         finished = train_all(group, store, at_once, lambda done: _update(bar, task, left, done))
     if not finished:
