@@ -148,6 +148,14 @@ def test_samples_are_known_by_their_weights_and_not_by_the_place_of_their_run(da
     assert f"samples holds other samples: weights was '{told['weights']}' and is" in error
 
 
+def test_weights_are_hashed_for_a_folder_alone(trained, tmp_path, monkeypatch):
+    args = ["sample", trained, "--num", 1, "--steps", 1, "--json"]
+    assert len(json.loads(run(*args, "--out", tmp_path / "samples"))["weights"]) == 16
+    monkeypatch.setattr("scalelong.data.latents.fingerprint", lambda _: pytest.fail("hashed"))
+    for name in ("grid.png", "samples.npz"):
+        assert "weights" not in json.loads(run(*args, "--out", tmp_path / name))
+
+
 def test_a_folder_of_samples_is_drawn_into_by_one_command_at_a_time(trained, tmp_path, monkeypatch, capsys):
     out = tmp_path / "samples"
     args = ["sample", trained, "--num", 1, "--steps", 1, "--out", out]

@@ -70,7 +70,7 @@ def sample(
     from scalelong import experiment
     from scalelong.data.latents import fingerprint
     from scalelong.runs.drawing import image_shape
-    from scalelong.runs.pictures import place_for
+    from scalelong.runs.pictures import is_folder, place_for
     from scalelong.world import joined, local_device
 
     device = local_device(experiment.usable_device(device))
@@ -82,7 +82,8 @@ def sample(
     experiment.check_drawing(loaded.config, **how)
     told, context = _told(loaded, prompt, text_encoder, device)
     about = {"run": str(run), "step": loaded.step, "ema": loaded.ema_rate, "seed": seed, **how}
-    about |= {"weights": fingerprint(loaded.model)[:16]}  # enough to tell two trainings apart
+    if is_folder(out):  # which may hold samples of others: the weights are hashed, enough to tell trainings apart
+        about |= {"weights": fingerprint(loaded.model)[:16]}
     about |= {"class": number} if number is not None else {}
     about |= {"captions": told} if told else {}
     place = place_for(out, about, image_shape(loaded.config)[0])

@@ -45,16 +45,20 @@ def place_for(out: Path, about: Mapping[str, Any], channels: int) -> Place:
     """
     from PIL import Image
 
-    if out.suffix.lower() == ".npz" and not out.is_dir():
+    if is_folder(out):
+        return Folder(out, about)
+    if out.suffix.lower() == ".npz":
         return Together(out, channels, as_array=True)
-    if _format_of(out) in Image.SAVE and not out.is_dir():
+    if _format_of(out) in Image.SAVE:
         return Together(out, channels, as_array=False)
-    if out.suffix and not out.is_dir():
-        raise ValueError(
-            "samples go into a picture (grid.png), an array (samples.npz) or a folder of pictures, got "
-            f"{str(out)!r}."
-        )
-    return Folder(out, about)
+    raise ValueError(
+        f"samples go into a picture (grid.png), an array (samples.npz) or a folder of pictures, got {str(out)!r}."
+    )
+
+
+def is_folder(out: Path) -> bool:
+    """Whether each sample becomes a picture of its own there."""
+    return out.is_dir() or not out.suffix
 
 
 class Together:
