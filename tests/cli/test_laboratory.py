@@ -51,6 +51,15 @@ def small(tmp_path_factory):
     return folder
 
 
+def test_kappa_writes_a_page_where_it_is_asked_for_alone(small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("scalelong.report.kappa.data_section", lambda *_: pytest.fail("drawn"))
+    args = ["kappa", small / "model", "--data", small / "digits", "--num", 1000, "--batch", 4, "--batches", 1]
+    assert "report" not in json.loads(invoke(*args, "--json"))
+    assert re.search(r"\nfrom the data: cs:0\.\d+\nfrom the model, for a flat gain .*\n$", invoke(*args))
+    assert not list(tmp_path.iterdir())
+
+
 def test_data_and_model_give_advice_and_a_page(small, tmp_path):
     args = ["kappa", small / "model", "--data", small / "digits", "--process", "ddpm", "--num", 1000]
     args += ["--batch", 4, "--batches", 1, "--out", tmp_path / "k.html"]
@@ -87,6 +96,7 @@ def test_a_model_alone_gives_its_flat_gain_with_a_caution(small, tmp_path):
         (["kappa", "nothing", "--sum", "5"], "neither a folder nor a preset"),
         (["kappa", "--sum", "5", "--skips", "6", "--data", "nowhere"], "solved by itself; leave out --data"),
         (["kappa", "--sum", "5", "--skips", "6", "--probe"], "solved by itself; leave out --probe"),
+        (["kappa", "--sum", "5", "--skips", "6", "--out", "k.html"], "solved by itself; leave out --out"),
         (["kappa", "{small}/model", "--probe"], "--probe trains the recipe of a preset, and"),
         (
             ["kappa", "--probe", "--data", "{small}/digits", "--set", "model.changes.num_layers=2"],

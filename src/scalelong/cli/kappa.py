@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,8 +19,11 @@ if TYPE_CHECKING:
     from scalelong.comparison import Member
     from scalelong.config import RunConfig
     from scalelong.data.store import Store
+    from scalelong.report.page import Section
     from scalelong.stability.models import OpenedModel
     from scalelong.stability.probe import Plan
+
+    Sections = list[Callable[[], Section]]  # drawn where a page is asked for
 
 EXAMPLES = (
     "Examples: [bold]scalelong kappa --sum 5 --skips 6[/], [bold]scalelong kappa cifar10-uvit-s --data "
@@ -60,19 +65,21 @@ def kappa(
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="--probe: change a setting of all runs.")
     ] = None,
     runs: Annotated[Path, typer.Option(help="--probe: the folder of its runs.")] = Path("runs/kappa"),
-    out: Annotated[Path, typer.Option(help="The page with the figures.")] = Path("kappa.html"),
+    out: Annotated[Path | None, typer.Option(help="Write a page with the figures, such as kappa.html.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="--probe: print what would be run, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
     """Choose κ: from a sum, from the data, or from short runs; and see what a model's merges make of its skips."""
     if total is not None:
-        if data is not None or probe:
-            raise ValueError(f"--sum {total:g} is solved by itself; leave out {'--data' if data else '--probe'}.")
+        for option, given in (("--data", data is not None), ("--probe", probe), ("--out", out is not None)):
+            if given:
+                raise ValueError(f"--sum {total:g} is solved by itself; leave out {option}.")
         _solve(total, skips, model, as_json)
         return
     if model is None and data is None and not probe:
         raise ValueError("κ comes from --sum and --skips, from --data, from a MODEL or from --probe; got none.")
-    check_output_file(out, "kappa.html")
+    if out is not None:
+        check_output_file(out, "kappa.html")
     if probe:
         plan = _plan(kappas, seeds, steps, rounds)
         found, sections = _probe(model or "digits", data, plan, settings or [], runs, dry_run, as_json)
@@ -81,13 +88,19 @@ def kappa(
     if not sections:  # a dry run
         print_result(found, as_json, "nothing was written.")
         return
+    specs = [f"{_SOURCES[source]}: {spec}" for source, spec in found["specs"].items()]
+    lines = [*found["advice"], *specs]
+    if out is not None:
+        _write(out, f"To paste, {'; '.join(specs)}.", sections)
+        found, lines = found | {"report": str(out)}, [*lines, f"The figures: {out}"]
+    print_result(found, as_json, "\n".join(lines))
+
+
+def _write(out: Path, lead: str, sections: Sections) -> None:
     from scalelong.report.page import write_page
 
-    specs = [f"{_SOURCES[source]}: {spec}" for source, spec in found["specs"].items()]
     command = shlex.join(["scalelong", *sys.argv[1:]])
-    write_page("A κ for these skips", f"To paste, {'; '.join(specs)}.", sections, out, command)
-    text = "\n".join([*found["advice"], *specs, f"The figures: {out}"])
-    print_result(found | {"report": str(out)}, as_json, text)
+    write_page("A κ for these skips", lead, [section() for section in sections], out, command)
 
 
 def _solve(total: float, skips: int | None, model: str | None, as_json: bool) -> None:
@@ -116,7 +129,7 @@ def _measure(
     batch: int,
     batches: int,
     as_json: bool,
-) -> tuple[dict[str, Any], list[Any]]:
+) -> tuple[dict[str, Any], Sections]:
     """From the data and from the model, as far as they are given."""
     from scalelong.data.store import open_store
     from scalelong.stability.models import open_model
@@ -124,7 +137,7 @@ def _measure(
     store = None if data is None else open_store(data)
     opened = None if name is None else open_model(name)
     result: dict[str, Any] = {"advice": [], "specs": {}}
-    sections: list[Any] = []
+    sections: Sections = []
     process = process or (opened.process if opened else "ddpm")
     if store is not None:
         number = skips if skips is not None else opened.num_skips if opened else None
@@ -136,7 +149,9 @@ def _measure(
     return result, sections
 
 
-def _from_data(store: Store, process: str, skips: int, num: int, result: dict[str, Any], as_json: bool) -> Any:
+def _from_data(
+    store: Store, process: str, skips: int, num: int, result: dict[str, Any], as_json: bool
+) -> Callable[[], Section]:
     from scalelong.diffusion.process import process_named
     from scalelong.report.kappa import data_section, range_rows
     from scalelong.stability import advice
@@ -155,7 +170,7 @@ def _from_data(store: Store, process: str, skips: int, num: int, result: dict[st
             [{"share below": f"{float(s):.0%}", "‖ε‖²/‖x_t‖²": f"{v:.3f}"} for s, v in found.quantiles.items()]
         )
         print_table(range_rows(result["data"]), f"κ for {skips} skips")
-    return data_section(result["data"], sentences)
+    return partial(data_section, result["data"], sentences)
 
 
 def _from_model(
@@ -167,7 +182,7 @@ def _from_model(
     batches: int,
     result: dict[str, Any],
     as_json: bool,
-) -> Any:
+) -> Callable[[], Section]:
     from scalelong.report.kappa import gain_rows, merge_rows, model_section
     from scalelong.stability import advice
     from scalelong.stability.calibration import calibrate
@@ -184,7 +199,7 @@ def _from_model(
     if not as_json:
         print_table(merge_rows(result["model"]), "what skip and main path bring to each merge")
         print_table(gain_rows(result["model"]), "the gain that the sum of Thm 3.4 estimates")
-    return model_section(result["model"], sentences)
+    return partial(model_section, result["model"], sentences)
 
 
 def _plan(kappas: str, seeds: str, steps: int, rounds: int) -> Plan:
@@ -199,7 +214,7 @@ def _plan(kappas: str, seeds: str, steps: int, rounds: int) -> Plan:
 
 def _probe(
     preset: str, data: Path | None, plan: Plan, settings: list[str], runs: Path, dry_run: bool, as_json: bool
-) -> tuple[dict[str, Any], list[Any]]:
+) -> tuple[dict[str, Any], Sections]:
     from scalelong import experiment
     from scalelong.cli.plan import comparison_plan
     from scalelong.comparison import DIGITS_SETTINGS, default_workers
@@ -235,7 +250,7 @@ def _probe(
     if not as_json:
         print_table(probe_rows(result), "loss and oscillation, mean ± half the range over seeds")
     advice = [f"From {len(plan.seeds)} seeds and up to {plan.sizes()[-1][0]} steps: {found.verdict}."]
-    return {"probe": result, "advice": advice, "specs": {"probe": found.spec}}, [probe_section(result)]
+    return {"probe": result, "advice": advice, "specs": {"probe": found.spec}}, [partial(probe_section, result)]
 
 
 def _check_several_skips(config: RunConfig, store: Store) -> None:
