@@ -485,6 +485,50 @@ def test_where_a_nan_is_found_late_outputs_are_seen_when_trouble_is_likely(tmp_p
         assert {62, 63} <= shown  # 61 was about to come
 
 
+def test_where_a_gpu_would_have_to_be_waited_for_every_loss_counts_all_the_same(tmp_path, monkeypatch):
+    """Losses of the steps between two looks are kept for the second, as they were then."""
+    monkeypatch.setattr(StabilityMonitor, "_finds_late", True)
+    loop, losses = Loop(), torch.zeros(())
+    seen, given = [], []
+    with StabilityMonitor(loop.model, tmp_path, interval=60, logger="none", report=False) as monitor:
+        judge = monitor._judge
+        monkeypatch.setattr(
+            monitor,
+            "_judge",
+            lambda step, values, **how: seen.append((step, values[0])) or judge(step, values, **how),
+        )
+        for _ in range(61):
+            loop.optimiser.zero_grad()
+            loss = loop.loss()
+            loss.backward()
+            with torch.no_grad():
+                losses.copy_(loss)  # as a captured step, whose loss is always the same tensor
+            monitor.step(losses)
+            given.append(loss.item())
+            loop.optimiser.step()
+        assert monitor.pulse._held  # step 61's
+    assert seen == list(enumerate(np.float32(given), start=1))
+    assert rows_of(tmp_path)[0]["loss"] == pytest.approx(np.mean(given[:60]))
+
+
+@pytest.mark.parametrize("bad_step", [53, 54, 55, 56, 57])
+def test_a_nan_between_two_looks_is_told_with_its_step(tmp_path, monkeypatch, bad_step):
+    monkeypatch.setattr(StabilityMonitor, "_finds_late", True)
+    loop, told = Loop(), []
+    with StabilityMonitor(
+        loop.model, tmp_path, interval=1000, logger="none", report=False, on_nonfinite=told.append
+    ) as monitor:
+        for step in range(1, 58):
+            loop.optimiser.zero_grad()
+            loss = loop.loss() * (float("nan") if step == bad_step else 1)
+            loss.backward()
+            monitor.step(loss)
+            loop.optimiser.zero_grad()  # as a GradScaler would leave it out
+            loop.optimiser.step()
+    assert [error.step for error in told] == [bad_step]
+    assert "the loss is not finite" in str(told[0])
+
+
 def test_what_arrives_when_its_gradients_are_gone_is_not_looked_at_again(tmp_path, monkeypatch):
     from scalelong.stability.inbox import Inbox
 

@@ -29,7 +29,7 @@ from scalelong.training.signals import Observer, Oscillation, Signals
 from scalelong.training.trackers import check_logger
 
 REPORT = "report.html"
-_FIRST_STEPS, _ALERT_STEPS = 50, 200  # where a GPU's outputs are seen in every step
+_FIRST_STEPS, _ALERT_STEPS = 50, 200  # where a GPU's outputs are seen in every step, and its numbers read
 _ADVICE = (
     "The monitor has changed nothing. A lower learning rate, gradient clipping, bf16 in place of fp16 or a skip "
     "scaling may help."
@@ -72,7 +72,7 @@ class StabilityMonitor:
     is not finite, is "raise", "warn" or a function that takes the `NonFiniteError`; only "raise" ends the loop.
     `scaler` is the GradScaler of an fp16 loop: gradients that overflow are its business, while the loss is finite.
     `wait=True` makes a GPU's step wait for the monitor, so that a non-finite one is raised before its update and
-    traced to the module; otherwise it is found a step or two later, and named by block if it is one of the steps
+    traced to the module; otherwise it is found up to five steps later, and named by block if it is one of the steps
     whose outputs are looked at: the first 50, 200 after an alarm, else every fourth. A CPU never has to wait.
     `first_step` is the number of steps already done, for a loop that resumes.
     """
@@ -165,7 +165,7 @@ class StabilityMonitor:
         if self._closed:
             return
         try:
-            self._read(wait=True)
+            self._read_all()
         finally:
             self._let_go()
 
@@ -204,7 +204,7 @@ class StabilityMonitor:
 
     def _watch_unfrozen(self) -> None:
         """Watch parameters that were frozen until now; what the alarm has learnt of the others stays."""
-        self._read(wait=True)  # what is under way is in the order of the old names
+        self._read_all()  # what is under way is in the order of the old names
         self.pulse.close()
         self.pulse = Pulse(self.model, self._call, self.pulse.watched)
         self.pulse.arm(self.steps, everything=self._observing)
@@ -215,7 +215,12 @@ class StabilityMonitor:
         self._watching.close()
         coming = self.steps + 1
         self._observing = coming % self.interval == 0
-        self.pulse.arm(coming, everything=self._observing, outputs=self._finds_late and self._trouble_is_likely())
+        self.pulse.arm(
+            coming,
+            everything=self._observing,
+            outputs=self._finds_late and self._trouble_is_likely(),
+            gradients=self._on_gpu and (self.wait or self.scaler is not None),  # it leaves out steps: they count
+        )
         if self._observing and self.observer is not None:
             self.observer.forget()
             self._watching.enter_context(self.observer.watching())
@@ -223,9 +228,13 @@ class StabilityMonitor:
                 self._watching.enter_context(torch.compiler.set_stance("force_eager"))
 
     @property
+    def _on_gpu(self) -> bool:
+        return self.pulse.parameters[0].is_cuda
+
+    @property
     def _finds_late(self) -> bool:
         """Whether a step is over when its numbers are read: then only an output seen in it names a NaN's block."""
-        return self.pulse.parameters[0].is_cuda and not self.wait
+        return self._on_gpu and not self.wait
 
     def _trouble_is_likely(self) -> bool:
         """At the beginning, and for some time after an alarm."""
@@ -233,20 +242,33 @@ class StabilityMonitor:
         return self.steps - self._first_step < _FIRST_STEPS or since_alarm < _ALERT_STEPS
 
     def _look(self, loss: Tensor) -> Alarm | None:
-        if self.pulse.looking:
-            self._inbox.send(self.steps, *self.pulse.take(loss))
-            return self._read(wait=self.wait or self._observing, in_step=True)
-        return self._judge(self.steps, self.pulse.glance(loss), in_step=True)
+        if not self.pulse.looking and self._finds_late:
+            self.pulse.hold(loss)
+            return None
+        if not self.pulse.looking:
+            return self._judge(self.steps, self.pulse.glance(loss), in_step=True)
+        self._inbox.send(self.steps, *self.pulse.take(loss))
+        if self._finds_late and not self.pulse.showing:  # what is read together finds the caches warm
+            return None
+        return self._read(wait=self.wait or self._observing, in_step=True)
 
     def _read(self, *, wait: bool, in_step: bool = False) -> Alarm | None:
         rung = None
         for step, taken, note in self._inbox.arrived(wait=wait):
-            values = self.pulse.read(taken, note)
-            self._last = values
-            rung = self._judge(step, values, in_step=in_step and step == self.steps) or rung
+            earlier, self._last = self.pulse.read(taken, note)
+            for number, values in enumerate(earlier, step - len(earlier)):
+                rung = self._judge(number, values) or rung
+            rung = self._judge(step, self._last, in_step=in_step and step == self.steps) or rung
         return rung
 
-    def _judge(self, step: int, values: Values, *, in_step: bool) -> Alarm | None:
+    def _read_all(self) -> None:
+        """What is under way, and what is held for a look to come."""
+        self._read(wait=True)
+        held = self.pulse.release()
+        for step, values in enumerate(held, self.steps - len(held) + 1):
+            self._judge(step, values)
+
+    def _judge(self, step: int, values: Values, *, in_step: bool = False) -> Alarm | None:
         """`in_step` says that the step's gradients are still there, to be looked at again."""
         if not self.pulse.is_finite(values):
             if in_step:
