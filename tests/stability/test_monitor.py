@@ -529,6 +529,21 @@ def test_a_nan_between_two_looks_is_told_with_its_step(tmp_path, monkeypatch, ba
     assert "the loss is not finite" in str(told[0])
 
 
+def test_what_is_held_when_parameters_are_unfrozen_keeps_its_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(StabilityMonitor, "_finds_late", True)
+    loop, judged = Loop(), []
+    loop.model.in_blocks.requires_grad_(False)
+    with StabilityMonitor(loop.model, tmp_path, interval=1000, logger="none", report=False) as monitor:
+        judge = monitor._judge
+        monkeypatch.setattr(
+            monitor, "_judge", lambda step, values, **how: judged.append(step) or judge(step, values, **how)
+        )
+        loop.run(monitor, 53)
+        loop.model.in_blocks.requires_grad_(True)
+        loop.run(monitor, 6)
+    assert judged == list(range(1, 60))
+
+
 def test_what_arrives_when_its_gradients_are_gone_is_not_looked_at_again(tmp_path, monkeypatch):
     from scalelong.stability.inbox import Inbox
 

@@ -38,7 +38,8 @@ def test_what_is_held_comes_along_with_the_next_look():
     first = model(x).square().mean()
     first.backward()
     taken, note = pulse.take(first)
-    (seen, unseen), own = pulse.read(taken.numpy(), note)
+    ((step, seen), (_, unseen)), own = pulse.read(taken.numpy(), note)
+    assert step == 1
     place = pulse.names.index("output/0")
     assert seen[0] == 3
     assert seen[place] == own[place] == pytest.approx(model[0](x).square().mean().sqrt().item())

@@ -256,16 +256,15 @@ class StabilityMonitor:
         rung = None
         for step, taken, note in self._inbox.arrived(wait=wait):
             earlier, self._last = self.pulse.read(taken, note)
-            for number, values in enumerate(earlier, step - len(earlier)):
-                rung = self._judge(number, values) or rung
+            for held, values in earlier:
+                rung = self._judge(held, values) or rung
             rung = self._judge(step, self._last, in_step=in_step and step == self.steps) or rung
         return rung
 
     def _read_all(self) -> None:
         """What is under way, and what is held for a look to come."""
         self._read(wait=True)
-        held = self.pulse.release()
-        for step, values in enumerate(held, self.steps - len(held) + 1):
+        for step, values in self.pulse.release():
             self._judge(step, values)
 
     def _judge(self, step: int, values: Values, *, in_step: bool = False) -> Alarm | None:

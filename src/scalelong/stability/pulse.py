@@ -73,7 +73,7 @@ class Pulse:
         self._step = self._step_before = 0
         # Whether this step is taken, with its updates, and whether its outputs and gates are.
         self.looking = self.updating = self.showing = True
-        self._held: list[tuple[Tensor, int]] = []  # of steps not looked at: loss, first output; its size
+        self._held: list[tuple[Held, Tensor]] = []  # of steps not looked at: the loss, the first output
         self._norms: dict[str, Tensor] = {}  # of the outputs of this step, by block,
         self._sizes: dict[str, int] = {}  # and how many numbers they are of
         self._peaks: dict[str, Tensor] = {}
@@ -132,7 +132,7 @@ class Pulse:
     def glance(self, loss: Tensor) -> Values:
         """The loss, the first gradients and the first output, in the order of `names`; for a CPU: it waits."""
         self.hold(loss)
-        (values,) = self.release()
+        ((_, values),) = self.release()
         norms, places = self._gradients()
         for place, norm in zip(places, norms, strict=True):
             if place is not None and place <= _FIRST:
@@ -146,15 +146,15 @@ class Pulse:
         """Keep the loss and the first output until the next `take`, as they are now: a loop may write its next loss
         into the same tensor."""
         numbers = torch.stack([loss.detach().reshape(()), *self._norms.values()]).float()
-        self._held.append((numbers, sum(self._sizes.values())))
+        self._held.append((Held(self._step, len(numbers), sum(self._sizes.values())), numbers))
         self._norms, self._sizes, self._peaks = {}, {}, {}
 
-    def release(self) -> list[Values]:
-        """What is held, where no `take` is to come; waits for the device."""
+    def release(self) -> list[tuple[int, Values]]:
+        """What is held, by step, where no `take` is to come; waits for the device."""
         held, self._held = self._held, []
-        return [self._glanced(numbers.tolist(), size) for numbers, size in held]
+        return [(about.step, self._glanced(numbers.tolist(), about.size)) for about, numbers in held]
 
-    def _glanced(self, numbers: Sequence[float] | Values, size: int) -> Values:
+    def _glanced(self, numbers: Sequence[float] | Values, size: int = 1) -> Values:
         """The values of a step of which the loss is known, and maybe the first output's norm."""
         values = np.full(len(self.names), UNSEEN, dtype=np.float32)
         values[0] = numbers[0]
@@ -171,22 +171,22 @@ class Pulse:
             for kind, seen in (("output", self._norms), ("peak", self._peaks), ("gate", self._means))
             for name, value in seen.items()
         }
-        held = [(len(numbers), size) for numbers, size in self._held]
+        held = [about for about, _ in self._held]
         note = Note(held, self._sizes, self._step - self._step_before, places, list(shown), self.updating)
         self._norms, self._sizes, self._peaks, self._means = {}, {}, {}, {}
         # One stack, and the rest is left to the host: each number picked or added up here is a call of torch.
         numbers = torch.stack([loss.reshape(()), *norms, *shown.values()]).float()
         updates = self._updates() if self.updating else None
-        parts = [*(numbers for numbers, _ in self._held), numbers, *(updates or ())]
+        parts = [*(numbers for _, numbers in self._held), numbers, *(updates or ())]
         self._held = []
         return numbers if len(parts) == 1 else torch.cat(parts), note
 
-    def read(self, taken: Values, note: Note) -> tuple[list[Values], Values]:
-        """What `take` gave, on the host, in the order of `names`: for each step that was held, and for its own."""
+    def read(self, taken: Values, note: Note) -> tuple[list[tuple[int, Values]], Values]:
+        """What `take` gave, on the host, in the order of `names`: by step what was held, and of its own step."""
         blocks, gates = len(self.blocks), len(self._limits)
-        counts = [*(count for count, _ in note.held), 1, len(note.gradients), len(note.shown)]
+        counts = [*(about.count for about in note.held), 1, len(note.gradients), len(note.shown)]
         *held, loss, norms, shown, updated = np.split(taken, np.cumsum(counts))
-        values = self._glanced(loss, 1)
+        values = self._glanced(loss)
         for place, norm in zip(note.gradients, norms, strict=True):
             if place is not None:
                 values[place] = norm
@@ -207,8 +207,8 @@ class Pulse:
         if gates:
             odds = values[-blocks - gates : -blocks]
             np.divide(odds, np.maximum(self._limits - odds, 1e-6), out=odds, where=self._limits < np.inf)
-        earlier = [self._glanced(numbers, size) for numbers, (_, size) in zip(held, note.held, strict=True)]
-        return earlier, values
+        pairs = zip(note.held, held, strict=True)
+        return [(about.step, self._glanced(numbers, about.size)) for about, numbers in pairs], values
 
     def is_finite(self, values: Values) -> bool:
         """Whether a step's loss and gradients are."""
@@ -284,10 +284,19 @@ class Pulse:
 
 
 @dataclass(frozen=True)
-class Note:
-    """What the host knows of a step."""
+class Held:
+    """What the host knows of a step that was not looked at."""
 
-    held: Sequence[tuple[int, int]]  # of steps before it: how many numbers, and of how many in the first output,
+    step: int
+    count: int  # of its numbers
+    size: int  # of the first output
+
+
+@dataclass(frozen=True)
+class Note:
+    """What the host knows of a step that was."""
+
+    held: Sequence[Held]  # since the one before it
     sizes: Mapping[str, int]  # how many numbers each output had
     steps: int  # and how many steps an update is of
     gradients: Sequence[int | None]  # places of norms in `names`; others only tell whether they are finite
