@@ -249,6 +249,7 @@ class _Attention(torch.autograd.Function):
         out = qkv.new_empty((batch, tokens, width // 3))
         lse = qkv.new_empty((batch, num_heads, tokens), dtype=torch.float32)
         sizes, scale = used._sizes(qkv, num_heads), used._scale(qkv, num_heads)
+        used._check_blocks(sizes["MAIN"], used.FORWARD["BQ"])
         forward[(batch * num_heads,)](qkv, out, lse, scale / math.log(2), **sizes, **used.FORWARD)
         ctx.save_for_backward(qkv, out, lse)
         ctx.num_heads = num_heads
@@ -259,6 +260,8 @@ class _Attention(torch.autograd.Function):
         qkv, out, lse = ctx.saved_tensors
         grad, d_qkv, delta = grad.contiguous(), torch.empty_like(qkv), torch.empty_like(lse)
         sizes, scale = used._sizes(qkv, ctx.num_heads), used._scale(qkv, ctx.num_heads)
+        launches = used.BACKWARD_QUERIES, used.BACKWARD_KEYS
+        used._check_blocks(sizes["MAIN"], *(launch[block] for launch in launches for block in ("BQ", "BK")))
         heads = qkv.shape[0] * ctx.num_heads
         query_parts = sizes["MAIN"] // used.BACKWARD_QUERIES["BQ"]
         key_parts = sizes["MAIN"] // used.BACKWARD_KEYS["BK"]

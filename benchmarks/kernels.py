@@ -74,7 +74,8 @@ def main(
         typer.echo(f"{row['name']:40} forward {row['forward_ms']:.4f} ms, backward {row['backward_ms']:.4f} ms")
     about = {"shape": [batch, tokens, heads, dim], "hardware": hardware(), "torch": torch.__version__}
     out.mkdir(parents=True, exist_ok=True)
-    file = out / f"{date.today().isoformat()}-attention.json"
+    shape = f"{batch}x{tokens}-{heads}x{dim}"
+    file = out / f"{date.today().isoformat()}-attention-{shape}.json"
     file.write_text(json.dumps([row | about for row in rows], indent=1) + "\n")
     typer.echo(f"written: {file}")
 

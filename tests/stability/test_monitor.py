@@ -435,17 +435,22 @@ def test_two_steps_of_the_monitor_for_one_call_of_the_model(tmp_path):
     assert ["skip norm/0" in row["signals"] for row in rows_of(tmp_path)] == [True, False]
 
 
-def test_what_arrives_late_names_the_block(tmp_path, monkeypatch):
+@pytest.fixture
+def late(monkeypatch):
     """As on a GPU, where values arrive two steps later, and outputs are seen in each of the first steps."""
     from scalelong.stability.inbox import Inbox
 
-    def late(self, *, wait=False):
+    def arrived(self, *, wait=False):
         while len(self._under_way) > (0 if wait else 2):
             step, host, note, _ = self._under_way.popleft()
             yield step, host.numpy(), note
 
-    monkeypatch.setattr(Inbox, "arrived", late)
+    monkeypatch.setattr(Inbox, "arrived", arrived)
     monkeypatch.setattr(StabilityMonitor, "_finds_late", True)
+
+
+@pytest.mark.usefixtures("late")
+def test_what_arrives_late_names_the_block(tmp_path):
     loop = Loop()
     with (
         pytest.raises(
@@ -461,7 +466,53 @@ def test_what_arrives_late_of_a_step_whose_outputs_were_not_looked_at_says_so(tm
     with StabilityMonitor(loop.model, tmp_path, logger="none", report=False) as monitor:
         values = np.full(len(monitor.pulse.names), -1.0, dtype=np.float32)
         values[0], values[monitor.pulse.telling] = np.nan, 1.0  # the first output is seen in every step
-        assert "were not looked at in this step; it was found 2 steps later" in monitor._culprit(-2, "loss", values)
+        assert "were not looked at in this step; it was found 2 steps later" in monitor._late_culprit(-2, values)
+
+
+def lossy(loop, monitor, steps, bad=()):
+    """Steps of which some have a NaN for a loss, and no update."""
+    for step in steps:
+        loop.optimiser.zero_grad()
+        loss = loop.loss() * (float("nan") if step in bad else 1)
+        loss.backward()
+        monitor.step(loss)
+        if step not in bad:
+            loop.optimiser.step()
+
+
+@pytest.mark.usefixtures("late")
+def test_a_checkpoint_tells_what_is_under_way(tmp_path):
+    loop = Loop()
+    monitor = StabilityMonitor(loop.model, tmp_path, logger="none", report=False)
+    lossy(loop, monitor, range(1, 5), bad=[4])
+    with pytest.raises(NonFiniteError, match="step 4: the loss is not finite"):
+        monitor.state_dict()
+    assert monitor.state_dict()["steps"] == 4
+    assert monitor.detector.seen == 3
+    monitor.close()
+
+
+@pytest.mark.usefixtures("late")
+def test_after_a_checkpoint_is_loaded_nothing_is_told_of_the_steps_undone(tmp_path):
+    loop, told = Loop(), []
+    with StabilityMonitor(loop.model, tmp_path, logger="none", report=False, on_nonfinite=told.append) as monitor:
+        lossy(loop, monitor, range(1, 11))
+        state = monitor.state_dict()
+        lossy(loop, monitor, range(11, 13), bad=[12])
+        monitor.load_state_dict(state)
+        lossy(loop, monitor, range(11, 16))
+    assert not told
+    assert monitor.detector.seen == 15
+
+
+@pytest.mark.usefixtures("late")
+def test_a_nan_that_is_read_at_the_end_is_not_looked_for_with_the_weights_after_it(tmp_path):
+    loop = Loop()
+    with (
+        pytest.raises(NonFiniteError, match="step 3: .*no block's output was seen .*found after its update"),
+        StabilityMonitor(loop.model, tmp_path, logger="none", report=False) as monitor,
+    ):
+        lossy(loop, monitor, range(1, 4), bad=[3])
 
 
 def test_where_a_nan_is_found_late_outputs_are_seen_when_trouble_is_likely(tmp_path, monkeypatch):
@@ -483,65 +534,6 @@ def test_where_a_nan_is_found_late_outputs_are_seen_when_trouble_is_likely(tmp_p
         monitor.alarms.append(Alarm(step=60, signal="loss", layer="", factor=2.0, score=8.0))
         run(3)
         assert {62, 63} <= shown  # 61 was about to come
-
-
-def test_where_a_gpu_would_have_to_be_waited_for_every_loss_counts_all_the_same(tmp_path, monkeypatch):
-    """Losses of the steps between two looks are kept for the second, as they were then."""
-    monkeypatch.setattr(StabilityMonitor, "_finds_late", True)
-    loop, losses = Loop(), torch.zeros(())
-    seen, given = [], []
-    with StabilityMonitor(loop.model, tmp_path, interval=60, logger="none", report=False) as monitor:
-        judge = monitor._judge
-        monkeypatch.setattr(
-            monitor,
-            "_judge",
-            lambda step, values, **how: seen.append((step, values[0])) or judge(step, values, **how),
-        )
-        for _ in range(61):
-            loop.optimiser.zero_grad()
-            loss = loop.loss()
-            loss.backward()
-            with torch.no_grad():
-                losses.copy_(loss)  # as a captured step, whose loss is always the same tensor
-            monitor.step(losses)
-            given.append(loss.item())
-            loop.optimiser.step()
-        assert monitor.pulse._held  # step 61's
-    assert seen == list(enumerate(np.float32(given), start=1))
-    assert rows_of(tmp_path)[0]["loss"] == pytest.approx(np.mean(given[:60]))
-
-
-@pytest.mark.parametrize("bad_step", [53, 54, 55, 56, 57])
-def test_a_nan_between_two_looks_is_told_with_its_step(tmp_path, monkeypatch, bad_step):
-    monkeypatch.setattr(StabilityMonitor, "_finds_late", True)
-    loop, told = Loop(), []
-    with StabilityMonitor(
-        loop.model, tmp_path, interval=1000, logger="none", report=False, on_nonfinite=told.append
-    ) as monitor:
-        for step in range(1, 58):
-            loop.optimiser.zero_grad()
-            loss = loop.loss() * (float("nan") if step == bad_step else 1)
-            loss.backward()
-            monitor.step(loss)
-            loop.optimiser.zero_grad()  # as a GradScaler would leave it out
-            loop.optimiser.step()
-    assert [error.step for error in told] == [bad_step]
-    assert "the loss is not finite" in str(told[0])
-
-
-def test_what_is_held_when_parameters_are_unfrozen_keeps_its_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(StabilityMonitor, "_finds_late", True)
-    loop, judged = Loop(), []
-    loop.model.in_blocks.requires_grad_(False)
-    with StabilityMonitor(loop.model, tmp_path, interval=1000, logger="none", report=False) as monitor:
-        judge = monitor._judge
-        monkeypatch.setattr(
-            monitor, "_judge", lambda step, values, **how: judged.append(step) or judge(step, values, **how)
-        )
-        loop.run(monitor, 53)
-        loop.model.in_blocks.requires_grad_(True)
-        loop.run(monitor, 6)
-    assert judged == list(range(1, 60))
 
 
 def test_what_arrives_when_its_gradients_are_gone_is_not_looked_at_again(tmp_path, monkeypatch):

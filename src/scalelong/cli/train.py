@@ -178,7 +178,7 @@ def train(
 def _told(out: Path, step: int, steps: int, done: bool, trained: bool) -> str:
     if done and not trained:
         return (
-            f"{out} is done: step {step:,} is saved and train.steps={steps}, so nothing was trained. For more "
+            f"{out} is done: step {step:,} is saved and train.steps={steps:,}, so nothing was trained. For more "
             f"steps: scalelong train --out {out} --set train.steps={2 * step}."
         )
     again = "" if done else " Stopped before its end; the same command goes on from there."

@@ -38,7 +38,7 @@ def captured(body: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDA
 
 @functools.cache
 def _side_stream(device: int) -> torch.cuda.Stream:
-    """One for all that a process captures: cuBLAS keeps 65 MiB for every stream that it was ever called on."""
+    """One for all that a process warms up and captures: cuBLAS keeps 65 MiB for each stream it was called on."""
     return torch.cuda.Stream(device)
 
 

@@ -29,7 +29,7 @@ from scalelong.training.signals import Observer, Oscillation, Signals
 from scalelong.training.trackers import check_logger
 
 REPORT = "report.html"
-_FIRST_STEPS, _ALERT_STEPS = 50, 200  # where a GPU's outputs are seen in every step, and its numbers read
+_FIRST_STEPS, _ALERT_STEPS = 50, 200  # where a GPU's outputs are seen in every step
 _ADVICE = (
     "The monitor has changed nothing. A lower learning rate, gradient clipping, bf16 in place of fp16 or a skip "
     "scaling may help."
@@ -72,7 +72,7 @@ class StabilityMonitor:
     is not finite, is "raise", "warn" or a function that takes the `NonFiniteError`; only "raise" ends the loop.
     `scaler` is the GradScaler of an fp16 loop: gradients that overflow are its business, while the loss is finite.
     `wait=True` makes a GPU's step wait for the monitor, so that a non-finite one is raised before its update and
-    traced to the module; otherwise it is found up to five steps later, and named by block if it is one of the steps
+    traced to the module; otherwise it is found a step or two later, and named by block if it is one of the steps
     whose outputs are looked at: the first 50, 200 after an alarm, else every fourth. A CPU never has to wait.
     `first_step` is the number of steps already done, for a loop that resumes.
     """
@@ -165,7 +165,7 @@ class StabilityMonitor:
         if self._closed:
             return
         try:
-            self._read_all()
+            self._read(wait=True)
         finally:
             self._let_go()
 
@@ -179,7 +179,9 @@ class StabilityMonitor:
             self._let_go()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the alarm has learnt, for a checkpoint: numbers and lists."""
+        """What the alarm has learnt, for a checkpoint: numbers and lists. What is under way counts too, and raises
+        here rather than be lost with this process."""
+        self._read(wait=True)
         return {
             "steps": self.steps,
             "detector": self.detector.state_dict(),
@@ -187,7 +189,8 @@ class StabilityMonitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint, without learning anew what is usual."""
+        """Go on from a checkpoint, without learning anew what is usual. What is under way is of steps undone."""
+        self._inbox, self._losses, self._in_trouble = Inbox(), [], False
         if self.pulse.was_unfrozen():
             self._watch_unfrozen()
         self.detector.load_state_dict(state["detector"])
@@ -204,7 +207,7 @@ class StabilityMonitor:
 
     def _watch_unfrozen(self) -> None:
         """Watch parameters that were frozen until now; what the alarm has learnt of the others stays."""
-        self._read_all()  # what is under way is in the order of the old names
+        self._read(wait=True)  # what is under way is in the order of the old names
         self.pulse.close()
         self.pulse = Pulse(self.model, self._call, self.pulse.watched)
         self.pulse.arm(self.steps, everything=self._observing)
@@ -215,12 +218,7 @@ class StabilityMonitor:
         self._watching.close()
         coming = self.steps + 1
         self._observing = coming % self.interval == 0
-        self.pulse.arm(
-            coming,
-            everything=self._observing,
-            outputs=self._finds_late and self._trouble_is_likely(),
-            gradients=self._on_gpu and (self.wait or self.scaler is not None),  # it leaves out steps: they count
-        )
+        self.pulse.arm(coming, everything=self._observing, outputs=self._finds_late and self._trouble_is_likely())
         if self._observing and self.observer is not None:
             self.observer.forget()
             self._watching.enter_context(self.observer.watching())
@@ -228,13 +226,9 @@ class StabilityMonitor:
                 self._watching.enter_context(torch.compiler.set_stance("force_eager"))
 
     @property
-    def _on_gpu(self) -> bool:
-        return self.pulse.parameters[0].is_cuda
-
-    @property
     def _finds_late(self) -> bool:
         """Whether a step is over when its numbers are read: then only an output seen in it names a NaN's block."""
-        return self._on_gpu and not self.wait
+        return self.pulse.parameters[0].is_cuda and not self.wait
 
     def _trouble_is_likely(self) -> bool:
         """At the beginning, and for some time after an alarm."""
@@ -242,37 +236,25 @@ class StabilityMonitor:
         return self.steps - self._first_step < _FIRST_STEPS or since_alarm < _ALERT_STEPS
 
     def _look(self, loss: Tensor) -> Alarm | None:
-        if not self.pulse.looking and self._finds_late:
-            self.pulse.hold(loss)
-            return None
-        if not self.pulse.looking:
-            return self._judge(self.steps, self.pulse.glance(loss), in_step=True)
-        self._inbox.send(self.steps, *self.pulse.take(loss))
-        if self._finds_late and not self.pulse.showing:  # what is read together finds the caches warm
-            return None
-        return self._read(wait=self.wait or self._observing, in_step=True)
+        if self.pulse.looking:
+            self._inbox.send(self.steps, *self.pulse.take(loss))
+            return self._read(wait=self.wait or self._observing, in_step=True)
+        return self._judge(self.steps, self.pulse.glance(loss), in_step=True)
 
     def _read(self, *, wait: bool, in_step: bool = False) -> Alarm | None:
         rung = None
         for step, taken, note in self._inbox.arrived(wait=wait):
-            earlier, self._last = self.pulse.read(taken, note)
-            for held, values in earlier:
-                rung = self._judge(held, values) or rung
-            rung = self._judge(step, self._last, in_step=in_step and step == self.steps) or rung
+            values = self.pulse.read(taken, note)
+            self._last = values
+            rung = self._judge(step, values, in_step=in_step and step == self.steps) or rung
         return rung
 
-    def _read_all(self) -> None:
-        """What is under way, and what is held for a look to come."""
-        self._read(wait=True)
-        for step, values in self.pulse.release():
-            self._judge(step, values)
-
-    def _judge(self, step: int, values: Values, *, in_step: bool = False) -> Alarm | None:
+    def _judge(self, step: int, values: Values, *, in_step: bool) -> Alarm | None:
         """`in_step` says that the step's gradients are still there, to be looked at again."""
         if not self.pulse.is_finite(values):
             if in_step:
                 self.pulse.look_again(values)
-            if self._is_bad(step, values):
+            if self._is_bad(step, values, in_step):
                 return None
         self._in_trouble = False
         self._losses.append(float(values[0]))
@@ -280,7 +262,7 @@ class StabilityMonitor:
             self._ring(alarm)
         return alarm
 
-    def _is_bad(self, step: int, values: Values) -> bool:
+    def _is_bad(self, step: int, values: Values, in_step: bool) -> bool:
         """Whether a step is not finite when looked at again. It is reported, of several in a row the first."""
         if self.pulse.is_finite(values):
             return False
@@ -290,15 +272,16 @@ class StabilityMonitor:
         if not self._in_trouble:
             self._in_trouble = True
             what = "gradient" if math.isfinite(values[0]) else "loss"
-            self._report_bad(NonFiniteError(step, what, self._culprit(step, what, values), _ADVICE))
+            culprit = self._call.trace(what) if in_step else self._late_culprit(step, values)
+            self._report_bad(NonFiniteError(step, what, culprit, _ADVICE))
         return True
 
-    def _culprit(self, step: int, what: str, values: Values) -> str:
-        if step == self.steps:
-            return self._call.trace(what)
+    def _late_culprit(self, step: int, values: Values) -> str:
+        """As far as the numbers tell: the update has been since, and a replay would see other weights."""
         bad = [self.pulse.names[i] for i in np.flatnonzero(~np.isfinite(values))]
         blocks = [name for name in bad if name.startswith("output/")]
-        late = f"it was found {self.steps - step} steps later (wait=True finds the module, before the update)"
+        after = f"{self.steps - step} steps later" if step < self.steps else "after its update"
+        late = f"it was found {after} (wait=True finds the module, before the update)"
         if blocks:
             return f"the first block with a non-finite output is {blocks[0].partition('/')[2]}; {late}"
         first = self.pulse.telling

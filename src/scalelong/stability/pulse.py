@@ -38,11 +38,11 @@ _LINES = _LINE = 16  # weights whose change stands for their block's: so many pi
 class Pulse:
     """Takes the pulse of a model while `call` sees it run. Its hooks stay on the blocks until `close`.
 
-    Outputs and gates are taken in every fourth step, updates and gradients in every second. Between them a glance
-    at the loss, the first gradients and the first output tells whether a batch is as usual, and whether every
-    gradient is finite, so that a bad one is known before its update. A GPU would have to be waited for: there the
-    loss and the first output are held for the next look, and a NaN is found late, so that only an output names its
-    block.
+    Outputs and gates are taken in every fourth step, updates in every second, and on a CPU gradients with them;
+    between them a glance at the loss, the first gradients and the first output tells whether a batch is as usual.
+    Whether every gradient is finite is looked at in every step, so that a bad one is known before its update.
+    A GPU does not wait: it has no glance, but sends the loss and all gradients in every step. There only an output
+    names the block of a NaN, which is found late.
     Watched are the parameters in training, and those `also` named.
     """
 
@@ -73,7 +73,6 @@ class Pulse:
         self._step = self._step_before = 0
         # Whether this step is taken, with its updates, and whether its outputs and gates are.
         self.looking = self.updating = self.showing = True
-        self._held: list[tuple[Held, Tensor]] = []  # of steps not looked at: the loss, the first output
         self._norms: dict[str, Tensor] = {}  # of the outputs of this step, by block,
         self._sizes: dict[str, int] = {}  # and how many numbers they are of
         self._peaks: dict[str, Tensor] = {}
@@ -88,7 +87,6 @@ class Pulse:
         self.names = ["loss", *(f"gradient/{block}" for block in self.blocks), ANY]
         self.names += [f"{kind}/{name}" for kind, names in shown.items() for name in names]
         self._place = {name: place for place, name in enumerate(self.names)}
-        self._first_output = self._place[f"output/{self._shown[0]}"] if self._shown else 0
         self.telling = 2 + len(self.blocks)  # the first of them tell whether a step is finite
 
     def _largest_of(self, block: str, also: Collection[str]) -> int:
@@ -101,10 +99,8 @@ class Pulse:
 
     def _hook(self, model: nn.Module, gates: Mapping[str, nn.Module]) -> list[RemovableHandle]:
         modules = dict(model.named_modules())
-        self._shown = [b for b in self.blocks if b in modules]
-        outputs = [
-            (modules[b], _Showing(self, self.see_output, b, always=b == self._shown[0])) for b in self._shown
-        ]
+        blocks = [b for b in self.blocks if b in modules]
+        outputs = [(modules[b], _Showing(self, self.see_output, b, always=b == blocks[0])) for b in blocks]
         coefficients = [(gate, _Showing(self, self.see_gate, name)) for name, gate in gates.items()]
         return [module.register_forward_hook(hook) for module, hook in outputs + coefficients]
 
@@ -117,22 +113,24 @@ class Pulse:
         """Whether a parameter that is not watched is in training now."""
         return any(p.requires_grad for p in self._frozen)
 
-    def arm(self, step: int, *, everything: bool, outputs: bool = False, gradients: bool = False) -> None:
-        """Say which step is coming, and whether it is to show everything, or outputs or gradients besides what is
-        its turn.
+    def arm(self, step: int, *, everything: bool, outputs: bool = False) -> None:
+        """Say which step is coming, and whether it is to show everything, or its outputs besides what is its turn.
 
         Updates keep their turns: that of one step is not as large as the mean of two.
         """
         self._step = step
         self.updating = everything or step % 2 == 0
         self.showing = everything or outputs or step % 4 == 0
-        self.looking = self.updating or outputs or gradients
+        self.looking = self.updating or outputs or self.parameters[0].is_cuda
 
     @torch.no_grad()
     def glance(self, loss: Tensor) -> Values:
         """The loss, the first gradients and the first output, in the order of `names`; for a CPU: it waits."""
-        self.hold(loss)
-        ((_, values),) = self.release()
+        values = np.full(len(self.names), UNSEEN, dtype=np.float32)
+        values[0] = loss.item()
+        for block, norm in self._norms.items():
+            values[self.telling + self.blocks.index(block)] = norm.item() / self._sizes[block] ** 0.5
+        self._norms, self._sizes, self._peaks = {}, {}, {}
         norms, places = self._gradients()
         for place, norm in zip(places, norms, strict=True):
             if place is not None and place <= _FIRST:
@@ -142,51 +140,27 @@ class Pulse:
         return values
 
     @torch.no_grad()
-    def hold(self, loss: Tensor) -> None:
-        """Keep the loss and the first output until the next `take`, as they are now: a loop may write its next loss
-        into the same tensor."""
-        numbers = torch.stack([loss.detach().reshape(()), *self._norms.values()]).float()
-        self._held.append((Held(self._step, len(numbers), sum(self._sizes.values())), numbers))
-        self._norms, self._sizes, self._peaks = {}, {}, {}
-
-    def release(self) -> list[tuple[int, Values]]:
-        """What is held, by step, where no `take` is to come; waits for the device."""
-        held, self._held = self._held, []
-        return [(about.step, self._glanced(numbers.tolist(), about.size)) for about, numbers in held]
-
-    def _glanced(self, numbers: Sequence[float] | Values, size: int = 1) -> Values:
-        """The values of a step of which the loss is known, and maybe the first output's norm."""
-        values = np.full(len(self.names), UNSEEN, dtype=np.float32)
-        values[0] = numbers[0]
-        if len(numbers) > 1:
-            values[self._first_output] = numbers[1] / size**0.5
-        return values
-
-    @torch.no_grad()
     def take(self, loss: Tensor) -> tuple[Tensor, Note]:
-        """The step's numbers, once its gradients are there, and what is held, for `read`; no wait for a device."""
+        """The step's numbers, once its gradients are there, for `read`; no wait for the device."""
         norms, places = self._gradients()
         shown = {
             self._place[f"{kind}/{name}"]: value
             for kind, seen in (("output", self._norms), ("peak", self._peaks), ("gate", self._means))
             for name, value in seen.items()
         }
-        held = [about for about, _ in self._held]
-        note = Note(held, self._sizes, self._step - self._step_before, places, list(shown), self.updating)
+        note = Note(self._sizes, self._step - self._step_before, places, list(shown), self.updating)
         self._norms, self._sizes, self._peaks, self._means = {}, {}, {}, {}
         # One stack, and the rest is left to the host: each number picked or added up here is a call of torch.
         numbers = torch.stack([loss.reshape(()), *norms, *shown.values()]).float()
         updates = self._updates() if self.updating else None
-        parts = [*(numbers for _, numbers in self._held), numbers, *(updates or ())]
-        self._held = []
-        return numbers if len(parts) == 1 else torch.cat(parts), note
+        return numbers if updates is None else torch.cat([numbers, *updates]), note
 
-    def read(self, taken: Values, note: Note) -> tuple[list[tuple[int, Values]], Values]:
-        """What `take` gave, on the host, in the order of `names`: by step what was held, and of its own step."""
+    def read(self, taken: Values, note: Note) -> Values:
+        """What `take` gave, on the host, in the order of `names`."""
         blocks, gates = len(self.blocks), len(self._limits)
-        counts = [*(about.count for about in note.held), 1, len(note.gradients), len(note.shown)]
-        *held, loss, norms, shown, updated = np.split(taken, np.cumsum(counts))
-        values = self._glanced(loss)
+        loss, norms, shown, updated = np.split(taken, np.cumsum([1, len(note.gradients), len(note.shown)]))
+        values = np.full(len(self.names), UNSEEN, dtype=np.float32)
+        values[0] = loss[0]
         for place, norm in zip(note.gradients, norms, strict=True):
             if place is not None:
                 values[place] = norm
@@ -207,8 +181,7 @@ class Pulse:
         if gates:
             odds = values[-blocks - gates : -blocks]
             np.divide(odds, np.maximum(self._limits - odds, 1e-6), out=odds, where=self._limits < np.inf)
-        pairs = zip(note.held, held, strict=True)
-        return [(about.step, self._glanced(numbers, about.size)) for about, numbers in pairs], values
+        return values
 
     def is_finite(self, values: Values) -> bool:
         """Whether a step's loss and gradients are."""
@@ -284,20 +257,10 @@ class Pulse:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What the host knows of a step that was not looked at."""
-
-    step: int
-    count: int  # of its numbers
-    size: int  # of the first output
-
-
-@dataclass(frozen=True)
 class Note:
-    """What the host knows of a step that was."""
+    """What the host knows of a step."""
 
-    held: Sequence[Held]  # since the one before it
-    sizes: Mapping[str, int]  # how many numbers each output had
+    sizes: Mapping[str, int]  # how many numbers each output had,
     steps: int  # and how many steps an update is of
     gradients: Sequence[int | None]  # places of norms in `names`; others only tell whether they are finite
     shown: Sequence[int]  # places of outputs, peaks and gates
