@@ -16,6 +16,7 @@ from scalelong.report.runs import (
     conclude,
     finding,
     read_run,
+    set_apart,
     spread,
     summary_rows,
 )
@@ -87,6 +88,25 @@ def test_differences_to_none_are_of_the_same_placement_and_seed():
     assert [row["less that of none"] for row in twice] == ["–", "–"]
 
 
+def test_runs_that_differ_in_more_than_scaling_and_seed_are_told_to(tmp_path):
+    def run(name, images, *settings):
+        config = with_overrides(run_preset("digits"), list(settings))
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data.json").write_text(json.dumps({"sha256": {"images.npy": images}}))
+        return Run([{"step": 1, "loss": 1.0}], tmp_path / name, config, {})
+
+    none = run("none", "a" * 64, "train.seed=0")
+    alike = run("ls", "a" * 64, "train.seed=1", "model.scaling=ls", "model.placement=norm")
+    assert set_apart([none, alike]) == []
+    others = run("b", "b" * 64, "train.lr=0.5", "model.changes.num_layers=2", "model.scaling=ls")
+    assert set(set_apart([none, others])) == {
+        f"train.lr ({none.config.train.lr}, 0.5)",
+        "model.changes.num_layers (the preset's, 2)",
+        f"the images ({'a' * 12}, {'b' * 12})",
+    }
+    assert finding(by_scaling([none, others])).startswith("Nothing is concluded: the runs differ in more than")
+
+
 def test_a_column_is_there_where_any_run_has_it():
     runs = [made_run("none", 0, 1.0), made_run("ls", 0, 1.0, quality={"fid": 7.0})]
     assert [row["FID"] for row in summary_rows(by_scaling(runs))] == ["–", "7"]
@@ -115,12 +135,13 @@ def test_the_time_of_a_step_is_not_told_of_runs_that_trained_together(tmp_path, 
         (
             {"cs:0.7": [-0.3, -0.2], "1/sqrt2": [0.0, 0.1], "ls": [0.1, -0.1]},
             "Against none, cs:0.7 lowers the loss by 0.25 ± 0.05, beyond the spread over 2 seeds; 1/sqrt2 and ls "
-            "do not differ. Chance alone does as much to 30% of scalings.",
+            "do not differ. Chance alone does as much to 30% of scalings, to one at least of several more often.",
         ),
         (
             {"cs:0.7": [-0.3, -0.2], "ls": [0.4, 0.5]},
             "Against none, cs:0.7 lowers the loss by 0.25 ± 0.05 and ls raises the loss by 0.45 ± 0.05, beyond the "
-            "spread over 2 seeds. Chance alone does as much to 30% of scalings.",
+            "spread over 2 seeds. Chance alone does as much to 30% of scalings, to one at least of several more "
+            "often.",
         ),
         (
             {"ls": [-9.0]},

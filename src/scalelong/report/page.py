@@ -10,7 +10,16 @@ from typing import Any
 
 from scalelong.data.files import write_whole
 from scalelong.report import figures
-from scalelong.report.runs import Run, by_scaling, finding, has_quality, quality_key, ran_together, summary_rows
+from scalelong.report.runs import (
+    Run,
+    by_scaling,
+    finding,
+    has_quality,
+    quality_key,
+    ran_together,
+    set_apart,
+    summary_rows,
+)
 from scalelong.version import __version__
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
@@ -169,6 +178,8 @@ def _lead(runs: list[Run]) -> str:
     )
     if len(runs) == 1:
         return f"One run of {recipe}"
+    if set_apart(runs):
+        return f"{len(runs)} runs, the first of {recipe}"
     return (
         f"{len(runs)} runs of {recipe} Runs of one seed share their first weights, images, times and noise, and "
         "differ in the scaling of their long skips alone."
@@ -192,8 +203,6 @@ def _caveats(runs: list[Run]) -> list[str]:
         points.append(
             "With 17 tokens the gate of ls has one hidden unit, which ReLU may switch off: only biases learn then."
         )
-    if len({r.config.train.steps for r in runs}) > 1:
-        points.append("The runs have different lengths.")
     return points
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from scalelong.config import RunConfig, from_dict
+from scalelong.config import RunConfig, from_dict, to_dict
 from scalelong.training.log import METRICS, read_metrics
+
+_DATA = "data.json"
+_COMPARED = ("model.scaling", "model.placement", "train.seed")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,13 @@ class Run(Record):
         return self.config.model.scaling + ("" if placement == "concat" else f" at {placement}")
 
     @property
+    def images(self) -> str:
+        """Which images it was trained on, by a checksum; empty where that was not recorded."""
+        file = self.folder / _DATA
+        checksums = json.loads(file.read_text(encoding="utf-8"))["sha256"] if file.is_file() else {}
+        return " ".join(sorted(checksums.values()))[:12]
+
+    @property
     def grid(self) -> Path | None:
         """The newest picture of samples."""
         pictures = sorted((self.folder / "samples").glob("*.png"))
@@ -85,6 +95,24 @@ def by_scaling(runs: list[Run]) -> dict[str, list[Run]]:
     for run in runs:
         groups.setdefault(run.scaling, []).append(run)
     return groups
+
+
+def set_apart(runs: Sequence[Run]) -> list[str]:
+    """What differs between runs besides scaling and seed: `train.lr (0.001, 0.003)`, and the images."""
+    flat = [dict(_flattened(to_dict(run.config))) | {"the images": run.images} for run in runs]
+    names = dict.fromkeys(name for settings in flat for name in settings if name not in _COMPARED)
+    values = {
+        name: list(dict.fromkeys(str(settings.get(name, "the preset's")) for settings in flat)) for name in names
+    }
+    return [f"{name} ({', '.join(found)})" for name, found in values.items() if len(found) > 1]
+
+
+def _flattened(settings: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flattened(value, f"{where}{name}.")
+        else:
+            yield f"{where}{name}", value
 
 
 def spread(values: list[float]) -> tuple[float, float]:
@@ -210,6 +238,8 @@ def finding(groups: dict[str, list[Run]]) -> str:
     About the held-out loss where every run has it, or else the loss; empty where nothing stands beside none.
     """
     runs = [run for group in groups.values() for run in group]
+    if apart := set_apart(runs):
+        return f"Nothing is concluded: the runs differ in more than scaling and seed, in {'; '.join(apart)}."
     held_out = not any(math.isnan(held_out_loss(run)) for run in runs)
     value_of, loss = (held_out_loss, "held-out loss") if held_out else (training_loss, "loss")
     found = {scaling: differences_to_none(groups, scaling, value_of) for scaling in groups}
@@ -233,7 +263,9 @@ def conclude(differences: dict[str, list[float]], loss: str) -> str:
     same = [scaling for scaling in differences if scaling not in clear]
     rest = f"; {_listed(same)} {'does' if len(same) == 1 else 'do'} not differ" if same else ""
     changes = _listed([f"{scaling} {_change(values, loss)}" for scaling, values in clear.items()])
-    chance = f" Chance alone does as much to {BY_CHANCE[seeds]:.0%} of scalings." if seeds in BY_CHANCE else ""
+    several = ", to one at least of several more often" if len(differences) > 1 else ""
+    share = f"{BY_CHANCE[seeds]:.0%}" if seeds in BY_CHANCE else ""
+    chance = f" Chance alone does as much to {share} of scalings{several}." if share else ""
     return f"Against none, {changes}, beyond the spread over {seeds} seeds{rest}.{chance}"
 
 
