@@ -115,6 +115,19 @@ def test_the_training_s_own_images_are_refused(tmp_path):
     assert not out.exists()
 
 
+def test_some_of_the_training_s_own_images_are_counted(tmp_path, monkeypatch):
+    store = made(tmp_path / "data")
+    config = experiment.fitted_to(settings(), store)
+    with pytest.warns(
+        UserWarning, match="7 of the 12 held-out images in .*overlap are among those of the training"
+    ):
+        check_like(config, store, overlap := made(tmp_path / "overlap", offset=5))
+    with pytest.raises(ValueError, match="not seen in training"):
+        check_like(config, store, made(tmp_path / "part", count=5))
+    monkeypatch.setattr(held_out, "_READ_AT_MOST", 100)
+    check_like(config, store, overlap)  # too large to look
+
+
 def test_latents_of_another_autoencoder_are_refused(tmp_path):
     store = made(tmp_path / "data")
     space = LatentConfig(autoencoder="a", weights="w", scaling_factor=0.18, shift_factor=0.0, image_shape=(8, 8, 1))

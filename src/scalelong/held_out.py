@@ -6,10 +6,12 @@ is noised several times, once in each equal stretch of the process, as losses di
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +24,7 @@ from scalelong.experiment import fitted_to, loader_for, process_of
 
 DRAWS = 8
 _RESIDENT = 1 << 30  # bytes that may lie on the device beside a training
+_READ_AT_MOST = 1 << 30  # bytes of images, for one that is on both sides
 _OF_THE_DATA = ("sample_size", "in_channels", "num_class_embeds")
 _BELOW_ONE = 1 - 2**-24
 Progress = Callable[[Iterable[int], int], Iterable[int]]
@@ -134,10 +137,17 @@ def check_fits(config: RunConfig, store: Store) -> None:
 def check_like(config: RunConfig, store: Store, held_out: Store) -> None:
     """Refuse held-out images that are those of the training, `store`, or were not prepared as they were."""
     check_fits(config, held_out)
-    if _image_files(store) & _image_files(held_out):
+    shared = len(held_out) if _image_files(store) & _image_files(held_out) else _in_both(store, held_out)
+    if shared == len(held_out):
         raise ValueError(
             f"held-out images are ones not seen in training: {held_out.folder} holds images of "
             f"{store.folder}; prepare a folder of others."
+        )
+    if shared:
+        warnings.warn(
+            f"{shared:,} of the {len(held_out):,} held-out images in {held_out.folder} are among those of the "
+            f"training, {store.folder}: the loss on them says nothing of images not seen.",
+            stacklevel=1,
         )
     if config.data.condition == "class" and store.manifest.classes != held_out.manifest.classes:
         raise ValueError(
@@ -155,6 +165,17 @@ def _prepared(config: RunConfig) -> dict[str, Any]:
         latents = asdict(config.latents)
         found |= {f"latents.{name}": latents[name] for name in ("weights", "scaling_factor", "shift_factor")}
     return found
+
+
+def _in_both(store: Store, held_out: Store) -> int:
+    """How many held-out images the training has too, to the bit; 0 for data too large to be read for that."""
+    ours, theirs = store.images, held_out.images
+    if not isinstance(ours, np.ndarray) or not isinstance(theirs, np.ndarray):
+        return 0
+    if ours.nbytes + theirs.nbytes > _READ_AT_MOST:
+        return 0
+    seen = {hash(image.tobytes()) for image in ours}
+    return sum(hash(image.tobytes()) in seen for image in theirs)
 
 
 def _image_files(store: Store) -> set[str]:

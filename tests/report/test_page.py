@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from scalelong.report.page import write_report
 from tests.report.test_runs import made_run
 
@@ -22,3 +24,11 @@ def test_a_comparison_begins_with_what_it_shows(tmp_path):
     lowered = "Against none, ls lowers the loss by 0.5 ± 0, beyond the spread over 2 seeds."
     assert page.index(lowered) < page.index("4 runs of 2,000 steps")
     assert "Mean over seeds ± half their range." in page
+
+
+def test_what_is_said_of_the_gates_of_digits_is_not_said_of_larger_images(tmp_path):
+    run = made_run("ls", 0, 1.0)
+    assert "With 17 tokens" in page_of(tmp_path, run)
+    changes = {**run.config.model.changes, "sample_size": 32}
+    larger = replace(run.config, model=replace(run.config.model, changes=changes))
+    assert "With 17 tokens" not in page_of(tmp_path, replace(run, config=larger))

@@ -807,3 +807,29 @@ def test_in_a_real_lightning_trainer(overflows, tmp_path):
     rows = rows_of(tmp_path)
     assert [row["step"] for row in rows] == [2, 4]
     assert [row.get("skipped steps") for row in rows] == ([2, 4] if overflows else [None, None])
+
+
+def test_the_page_says_when_the_alarm_was_still_learning(tmp_path):
+    loop = Loop()
+    with StabilityMonitor(loop.model, tmp_path / "short", interval=2, logger="none") as monitor:
+        loop.run(monitor, 4)
+    page = (tmp_path / "short" / "report.html").read_text()
+    assert "None could ring: the alarm learns what is usual in its first 150 steps, and saw 4." in page
+    with StabilityMonitor(loop.model, tmp_path / "long", interval=2, logger="none") as monitor:
+        loop.run(monitor, 2)
+        monitor.detector.seen = 151
+    assert "could ring" not in (tmp_path / "long" / "report.html").read_text()
+
+
+def test_of_an_input_that_is_not_finite_no_other_learning_rate_is_advised(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    told = []
+    with StabilityMonitor(model, tmp_path, logger="none", report=False, on_nonfinite=told.append) as monitor:
+        for x in (torch.full((1, 2), BAD), torch.ones(1, 2)):
+            loss = model(x).mean() * (1 if x.isnan().any() else BAD)
+            loss.backward()
+            monitor.step(loss)
+            model.zero_grad()
+            monitor._in_trouble = False
+    assert ["learning rate" in str(error) for error in told] == [False, True]
+    assert "what this batch is read from" in str(told[0])

@@ -13,15 +13,15 @@ from scalelong.report.runs import Record
 from scalelong.training.log import read_metrics
 
 
-def write_monitor_report(folder: Path, out: Path) -> None:
-    """Write the page for what a monitor has written so far."""
+def write_monitor_report(folder: Path, out: Path, if_none: str = "None.") -> None:
+    """Write the page for what a monitor has written so far; `if_none` is what it says where no alarm rang."""
     record = Record(read_metrics(folder))
     events = list(_events(record))
     alarms = Section(
         "Alarms",
         "A signal that grew as never before in this training, or a step that was not finite: dashed lines."
         if events
-        else "None.",
+        else if_none,
         rows=events,
     )
     drawn = [section for section in _sections(record) if section.svg]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scalelong.config import RunConfig
 from scalelong.data.files import write_whole
 from scalelong.report import figures
 from scalelong.report.runs import (
@@ -199,11 +200,17 @@ def _caveats(runs: list[Run]) -> list[str]:
     ]
     if has_quality(runs) and quality_key(runs)[0] == "pixel_fid":
         points.append("The pixel distance has no eye: it sees statistics of pixels, not shapes.")
-    if config.model.preset == "digits" and any(r.scaling.startswith("ls") for r in runs):
+    if _has_17_tokens(config) and any(r.scaling.startswith("ls") for r in runs):
         points.append(
             "With 17 tokens the gate of ls has one hidden unit, which ReLU may switch off: only biases learn then."
         )
     return points
+
+
+def _has_17_tokens(config: RunConfig) -> bool:
+    """Whether the recipe of the digits was not fitted to larger images."""
+    changes = config.model.changes
+    return config.model.preset == "digits" and changes.get("sample_size", 8) == 8 and "patch_size" not in changes
 
 
 def _hardware(run: Run) -> str:

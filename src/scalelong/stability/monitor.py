@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from scalelong.skips.apply import is_compiled, is_sharded, unwrapped
 from scalelong.skips.sites import UnsupportedModelError
-from scalelong.stability.alarm import Alarm, Detector
+from scalelong.stability.alarm import LEARNING, Alarm, Detector
 from scalelong.stability.inbox import Inbox
 from scalelong.stability.levels import NoiseLevels
 from scalelong.stability.pulse import ANY, UNSEEN, Pulse, Values
-from scalelong.stability.replay import StepCalls
+from scalelong.stability.replay import BAD_INPUT, StepCalls
 from scalelong.training.guard import NonFiniteError
 from scalelong.training.log import METRICS, NoLog, RunLog
 from scalelong.training.signals import Observer, Oscillation, Signals
@@ -31,9 +31,11 @@ from scalelong.training.trackers import check_logger
 REPORT = "report.html"
 _FIRST_STEPS, _ALERT_STEPS = 50, 200  # where a GPU's outputs are seen in every step
 _ADVICE = (
-    "The monitor has changed nothing. A lower learning rate, gradient clipping, bf16 in place of fp16 or a skip "
-    "scaling may help."
+    "The monitor has changed nothing. A lower learning rate, a longer warm-up, gradient clipping or bf16 in place "
+    "of fp16 may help."
 )
+_ADVICE_ON_DATA = "The monitor has changed nothing. Look at what this batch is read from, and what is done to it."
+_STILL_LEARNING = f"None could ring: the alarm learns what is usual in its first {LEARNING} steps, and saw {{}}."
 _INSIDE_A_GRAPH = (
     "A part of the model was compiled, or is checkpointed with use_reentrant=True, and its hooks are not called; "
     "compile it by torch.compile(model) and give the monitor the result, or checkpoint with use_reentrant=False."
@@ -273,7 +275,8 @@ class StabilityMonitor:
             self._in_trouble = True
             what = "gradient" if math.isfinite(values[0]) else "loss"
             culprit = self._call.trace(what) if in_step else self._late_culprit(step, values)
-            self._report_bad(NonFiniteError(step, what, culprit, _ADVICE))
+            advice = _ADVICE_ON_DATA if BAD_INPUT in culprit else _ADVICE
+            self._report_bad(NonFiniteError(step, what, culprit, advice))
         return True
 
     def _late_culprit(self, step: int, values: Values) -> str:
@@ -357,7 +360,9 @@ class StabilityMonitor:
         if self.report:
             from scalelong.report.monitor import write_monitor_report
 
-            write_monitor_report(self.folder, self.folder / REPORT)
+            seen = self.detector.seen
+            if_none = "None." if seen > LEARNING else _STILL_LEARNING.format(seen)
+            write_monitor_report(self.folder, self.folder / REPORT, if_none)
 
 
 def _observer(model: nn.Module, calls: StepCalls) -> Observer | None:

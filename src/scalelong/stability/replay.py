@@ -28,6 +28,7 @@ from scalelong.training.guard import (
 from scalelong.training.hooks import Unkept
 from scalelong.training.signals import in_training_forward
 
+BAD_INPUT = "the input of the model is not finite already"
 KEPT = 8  # calls of a step, the pieces of an accumulated batch: their inputs stay in memory
 _CHANGED = "; but its input was changed in place since the call, which may have been what was not finite"
 
@@ -95,7 +96,7 @@ class StepCalls:
     def _trace(self, call: Call) -> str | None:
         """What is the first to be non-finite in one call, if anything is."""
         if any((t.isnan() | (t == torch.inf)).any() for t in tensors_in(call.arguments)):  # -inf is a mask's
-            return "the input of the model is not finite already"
+            return BAD_INPUT
         with self._as_it_was():
             name, _ = first_bad_output(self.model, lambda: self._repeat(call))
             if name:
