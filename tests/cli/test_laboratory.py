@@ -127,10 +127,17 @@ def test_bad_usage_exits_2_with_a_sentence(args, says, small, monkeypatch, capsy
 
 
 def test_a_dry_probe_writes_nothing(small, tmp_path):
-    args = ["kappa", "--probe", "--dry-run", "--data", small / "digits", "--runs", tmp_path / "runs", "--json"]
+    args = ["kappa", "--probe", "--dry-run", "--data", small / "digits", "--runs", tmp_path / "runs"]
     args += ["--kappas", "1,0.8,0.6,0.4", "--seeds", "0,1", "--rounds", "2"]
-    found = json.loads(invoke(*args))
+    found = json.loads(invoke(*args, "--json"))
     assert [r["runs"] for r in found["rounds"]] == [8, 4]
+    assert found["total_steps"] == 8 * 100 + 4 * 100  # the four go on from step 100
+    text = invoke(*args)
+    table = [line.split() for line in text.splitlines() if line[:1].isdigit()]
+    assert table[:2] == [["1", "4", "8", "100"], ["2", "2", "4", "200"]]
+    assert "8 runs of 1,200 steps in all under " in text
+    assert '"train": {' in text
+    assert text.endswith("nothing was written.\n")
     assert not list(tmp_path.iterdir())
 
 

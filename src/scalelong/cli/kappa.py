@@ -13,7 +13,7 @@ import typer
 
 from scalelong.cli.common import check_output_file, print_result, print_table, progress_bar
 from scalelong.cli.compare import run_with_bars, seeds_of, split
-from scalelong.cli.plan import opened_data
+from scalelong.cli.plan import opened_data, probe_plan, probe_text
 
 if TYPE_CHECKING:
     from scalelong.comparison import Member
@@ -86,7 +86,7 @@ def kappa(
     else:
         found, sections = _measure(model, data, process, skips, num, balance, batch, batches, as_json)
     if not sections:  # a dry run
-        print_result(found, as_json, "nothing was written.")
+        print_result(found, as_json, probe_text(found))
         return
     specs = [f"{_SOURCES[source]}: {spec}" for source, spec in found["specs"].items()]
     lines = [*found["advice"], *specs]
@@ -216,7 +216,6 @@ def _probe(
     preset: str, data: Path | None, plan: Plan, settings: list[str], runs: Path, dry_run: bool, as_json: bool
 ) -> tuple[dict[str, Any], Sections]:
     from scalelong import experiment
-    from scalelong.cli.plan import comparison_plan
     from scalelong.comparison import DIGITS_SETTINGS, default_workers
     from scalelong.config import with_overrides
     from scalelong.presets import RUN_PRESETS, run_preset
@@ -233,11 +232,10 @@ def _probe(
     workers = default_workers(device)
     with opened_data(data, dry_run) as store:
         first = round_members(base, plan.kappas, plan.seeds, plan.sizes()[-1][0], runs)
-        comparison_plan(first, store, runs, workers, device)  # what is wrong is told before the first run
+        told = probe_plan(first, plan, store, runs, workers, device)  # what is wrong is told before the first run
         _check_several_skips(first[0].config, store)
         if dry_run:
-            rounds = [{"steps": steps, "kappas": n, "runs": n * len(plan.seeds)} for steps, n in plan.sizes()]
-            return {"runs": str(runs), "images": len(store), "rounds": rounds}, []
+            return told, []
 
         def train(group: list[Member]) -> list[bool]:
             return run_with_bars(group, store.folder, min(workers, len(group)), train_member)

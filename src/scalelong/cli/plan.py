@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from scalelong.experiment import Beginning, LoadedRun
     from scalelong.presets import PublishedData
     from scalelong.runs.data import RunData
+    from scalelong.stability.probe import Plan as ProbePlan
 
 Plan = dict[str, Any]
 
@@ -232,6 +233,44 @@ def comparison_text(plan: Plan) -> str:
         f"{len(plan['runs'])} runs of {plan['total_steps']:,} steps in all, {plan['steps_done']:,} of them done, "
         f"{plan['runs_at_once']} runs at once with {plan['state_gib_at_once']} GiB of state, activations not "
         "counted; nothing was written."
+    )
+
+
+def probe_plan(
+    first: Sequence[Member], plan: ProbePlan, store: Store, out: Path, workers: int, device: str
+) -> Plan:
+    """What `kappa --probe` would do, from the runs of its first round at their full length."""
+    compared = comparison_plan(first, store, out, workers, device)
+    rounds, before, total = [], 0, 0
+    for steps, kappas in plan.sizes():
+        runs = kappas * len(plan.seeds)
+        rounds.append({"steps": steps, "kappas": kappas, "runs": runs})
+        total, before = total + runs * (steps - before), steps  # a run that stays goes on from its last step
+    return {
+        "runs": str(out),
+        "images": len(store),
+        "rounds": rounds,
+        "total_steps": total,
+        "runs_at_once": workers,
+        "config": compared["runs"][0]["config"],
+        "our_reading": compared["runs"][0]["our_reading"],
+    }
+
+
+def probe_text(plan: Plan) -> str:
+    """A probe's plan for people: the config that all runs share, and a row per round."""
+    from scalelong.skips.summary import format_table
+
+    rounds = [
+        {"round": str(i), "κ": str(r["kappas"]), "runs": str(r["runs"]), "to step": f"{r['steps']:,}"}
+        for i, r in enumerate(plan["rounds"], start=1)
+    ]
+    return (
+        f"{json.dumps(plan['config'], indent=2, ensure_ascii=False)}\n{_reading_text(plan)}"
+        "The config of the first run; the others differ in scaling and seed, and end with the last round that "
+        "their κ is in.\n\n" + "\n".join(format_table(rounds)) + "\n\n"
+        f"{plan['rounds'][0]['runs']} runs of {plan['total_steps']:,} steps in all under {plan['runs']}, on "
+        f"{plan['images']:,} images, {plan['runs_at_once']} runs at once; nothing was written."
     )
 
 
