@@ -64,6 +64,7 @@ def test_data_and_model_give_advice_and_a_page(small, tmp_path):
     args = ["kappa", small / "model", "--data", small / "digits", "--process", "ddpm", "--num", 1000]
     args += ["--batch", 4, "--batches", 1, "--out", tmp_path / "k.html"]
     found = json.loads(invoke(*args, "--json"))
+    assert (found["data"]["draws"], found["data"]["images"]) == (1000, 1000)  # of 1,797
     assert found["data"]["num_skips"] == len(found["model"]["merges"]) == 2
     assert set(found["specs"]) == {"data", "model"}
     for spec in found["specs"].values():

@@ -68,18 +68,28 @@ def calibration(**changes):
 )
 def test_the_direction_is_judged_by_what_was_measured_and_not_by_m_0(directions, says):
     found = calibration(directions=dict(zip(("cs:0.7", "cs-reversed:0.7"), directions, strict=True)))
-    text = " ".join(advice.from_model(found, trained=False))
+    text = " ".join(advice.from_model(found, folder=None))
     assert says in text
     assert "the right way round" not in text
 
 
 def test_the_estimates_are_called_so_and_the_coefficients_carry_a_caution():
-    text = " ".join(advice.from_model(calibration(), trained=False))
+    text = " ".join(advice.from_model(calibration(), folder=None))
     assert "estimates and no bounds" in text
     assert "at most" not in text
     assert "per-skip:0.16/1 would hold every skip to 1 times" in text
     assert "A flat gain is no promise: trained with" in text
     assert "Proposed" not in text
-    flat = " ".join(advice.from_model(calibration(spec="none"), trained=True))
+    assert text.startswith("With these first weights the skips make")
+    flat = " ".join(advice.from_model(calibration(spec="none"), folder="my_unet"))
     assert "flat as is" in flat
     assert "not recommended" not in flat
+    assert flat.startswith("With the weights in my_unet the skips make")  # trained or fresh: nobody knows
+
+
+@pytest.mark.parametrize(
+    ("images", "says"), [(None, "over 3 images;"), (3, "over 3 images;"), (2, "over 3 draws from 2 images;")]
+)
+def test_an_image_that_is_drawn_again_is_not_counted_again(images, says):
+    norms = Norms(torch.tensor([1.2, 1.4, 2.0]), torch.ones(3), images)
+    assert says in advice.from_data(advise_from(norms, "edm", 6))[0]

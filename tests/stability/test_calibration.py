@@ -208,11 +208,11 @@ def test_made_up_inputs_fit_every_family(name):
 def test_models_are_opened_by_preset_and_by_folder(tmp_path, uvit):
     uvit.float().save_pretrained(tmp_path / "saved")
     opened = open_model(str(tmp_path / "saved"))
-    assert (opened.num_skips, opened.trained, opened.process) == (3, True, "ddpm")
+    assert (opened.num_skips, opened.folder, opened.process) == (3, opened.name, "ddpm")
     (tmp_path / "saved" / "diffusion_pytorch_model.safetensors").unlink()
-    assert not open_model(str(tmp_path / "saved")).trained  # a config alone: fresh weights
+    assert open_model(str(tmp_path / "saved")).folder is None  # a config alone: fresh weights
     preset = open_model("digits")
-    assert (preset.num_skips, preset.trained, preset.process) == (6, False, "vp-sde")
+    assert (preset.num_skips, preset.folder, preset.process) == (6, None, "vp-sde")
     assert len(batches_for(preset.model, "vp-sde", None, [2, 3])[1]["sample"]) == 3
     with pytest.raises(ValueError, match="neither a folder nor a preset"):
         open_model("nothing")

@@ -49,7 +49,9 @@ def kappa(
     skips: Annotated[int | None, typer.Option(help="How many long skips; by default the model's.")] = None,
     data: Annotated[Path | None, typer.Option(help="A folder that prepare wrote: κ from its images.")] = None,
     process: Annotated[str | None, typer.Option(help="The noise process; by default the model's, or ddpm.")] = None,
-    num: Annotated[int, typer.Option(min=100, help="How many images of the data to noise.")] = 20_000,
+    num: Annotated[
+        int, typer.Option(min=100, help="How many images to noise; of fewer, each several times.")
+    ] = 20_000,
     balance: Annotated[
         float | None,
         typer.Option(help="The most variance of a skip over its main path's; by default the smallest there is."),
@@ -192,7 +194,7 @@ def _from_model(
     with progress_bar(transient=True) as bar:
         bar.add_task(f"calibrating {opened.name}", total=None, note="")
         found = calibrate(opened.model, inputs[:-1], gain_inputs=inputs[-1], balance=balance)
-    sentences = advice.from_model(found, opened.trained)
+    sentences = advice.from_model(found, opened.folder)
     result["model"] = found.as_dict()
     result["advice"] += sentences
     result["specs"]["model"] = found.spec

@@ -15,9 +15,10 @@ CAUTION = (
 def from_data(found: RatioAdvice) -> list[str]:
     """What the ratio says about κ for this number of skips."""
     low, high = PAPER_RANGE
+    again = f"{found.draws:,} draws from " if found.draws > found.images else ""
     sentences = [
-        f"Under {found.process}, E‖x_t‖²/m = {found.mean_square_norm:.4f} over {found.images:,} images; the ratio "
-        f"‖ε‖²/‖x_t‖² has mean {found.mean:.3f} and ratio of means {found.ratio_of_means:.3f}, and "
+        f"Under {found.process}, E‖x_t‖²/m = {found.mean_square_norm:.4f} over {again}{found.images:,} images; the "
+        f"ratio ‖ε‖²/‖x_t‖² has mean {found.mean:.3f} and ratio of means {found.ratio_of_means:.3f}, and "
         f"{found.share_below_5:.2%} of it lies below 5.",
         f"For {found.num_skips} skips: {_end('the ratio of means', found.low)}; "
         f"{_end(f'the {UPPER_QUANTILE:.0%} quantile', found.high)}.",
@@ -51,12 +52,12 @@ def _data_reason(found: RatioAdvice) -> str:
     )
 
 
-def from_model(found: Calibration, trained: bool) -> list[str]:
-    """What the merges and the gains say."""
+def from_model(found: Calibration, folder: str | None) -> list[str]:
+    """What the merges and the gains say; `folder` is where the weights came from, None for fresh ones."""
     gains = [merge.gain for merge in found.merges]
-    weights = "trained weights" if trained else "first weights"
+    weights = "these first weights" if folder is None else f"the weights in {folder}"
     sentences = [
-        f"With these {weights} the skips make the variance at the merges {min(gains):.3g} … {max(gains):.3g} times "
+        f"With {weights} the skips make the variance at the merges {min(gains):.3g} … {max(gains):.3g} times "
         "that of the main path alone.",
         _flat_sentence(found),
         _gain_sentence(found),
@@ -75,7 +76,7 @@ def from_model(found: Calibration, trained: bool) -> list[str]:
             "A LayerNorm over skip and main path follows the concatenation: a coefficient changes their shares, "
             "not the size of the sum."
         )
-    if not trained:
+    if folder is None:
         sentences.append(
             "First weights say how training starts, not how it goes on: measure a run's folder too, or use --probe."
         )

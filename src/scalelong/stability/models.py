@@ -27,12 +27,12 @@ _OF_VIDEOS = ("UNetMotionModel", "UNet3DConditionModel", "I2VGenXLUNet")
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model in eval mode, the name of the noise process it is for, and whether its weights were trained."""
+    """A model in eval mode, the name of the noise process it is for, and the folder of its weights or None."""
 
     name: str
     model: nn.Module
     process: str
-    trained: bool
+    folder: str | None
 
     @property
     def num_skips(self) -> int:
@@ -49,12 +49,12 @@ def open_model(name: str, seed: int = 0) -> OpenedModel:
         from scalelong.backbones.build import build
 
         process = RUN_PRESETS[name].process if name in RUN_PRESETS else "sd"
-        return _opened(name, _seeded(seed, lambda: build(name)), process, trained=False)
+        return _opened(name, _seeded(seed, lambda: build(name)), process, folder=None)
     folder = Path(name)
     if not folder.is_dir():
         raise ValueError(f"{name!r} is neither a folder nor a preset; the presets are {', '.join(MODEL_PRESETS)}.")
     if (run := run_config(folder)) is not None:
-        return _opened(name, load_run(folder, device="cpu").model, run.process, trained=True)
+        return _opened(name, load_run(folder, device="cpu").model, run.process, folder=name)
     if (folder / "model_index.json").is_file():
         folder = next((folder / part for part in ("unet", "transformer") if (folder / part).is_dir()), folder)
     return _from_diffusers(name, folder, seed)
@@ -67,19 +67,19 @@ def _from_diffusers(name: str, folder: Path, seed: int) -> OpenedModel:
     config = read_config(folder)
     process = "sd" if config["_class_name"] in ("UNet2DConditionModel", "HunyuanDiT2DModel") else "ddpm"
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
-        return _opened(name, load(folder), process, trained=True)
+        return _opened(name, load(folder), process, folder=name)
     cls = model_class(config["_class_name"])
-    return _opened(name, _seeded(seed, lambda: cls.from_config(config)), process, trained=False)
+    return _opened(name, _seeded(seed, lambda: cls.from_config(config)), process, folder=None)
 
 
-def _opened(name: str, model: nn.Module, process: str, trained: bool) -> OpenedModel:
+def _opened(name: str, model: nn.Module, process: str, folder: str | None) -> OpenedModel:
     find_skips(model)  # or a sentence
     if type(model).__name__ in _OF_VIDEOS:
         raise ValueError(
             f"inputs are made for models of images, and {name} is a {type(model).__name__}, of videos; call "
             "scalelong.stability.calibration.calibrate(model, [inputs]) with inputs of yours."
         )
-    return OpenedModel(name, model.float().eval(), process, trained)
+    return OpenedModel(name, model.float().eval(), process, folder)
 
 
 def _seeded(seed: int, build: Any) -> Any:

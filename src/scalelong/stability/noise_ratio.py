@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class Norms:
 
     noise: Tensor
     noised: Tensor
+    images: int | None = None  # how many different ones, where they are fewer than the draws
 
     @property
     def ratio(self) -> Tensor:
@@ -70,7 +71,8 @@ class RatioAdvice:
     """The distribution of the ratio, and the κ that it implies for N skips, the paper's range beside it."""
 
     process: str
-    images: int
+    draws: int
+    images: int  # different ones among the draws
     num_skips: int
     mean_square_norm: float  # E‖x_t‖²/m
     mean: float
@@ -97,7 +99,8 @@ def advise_from(norms: Norms, process: str, num_skips: int) -> RatioAdvice:
     ratio_of_means = (norms.noise.double().mean() / norms.noised.double().mean()).item()
     return RatioAdvice(
         process=process,
-        images=len(ratio),
+        draws=len(ratio),
+        images=norms.images or len(ratio),
         num_skips=num_skips,
         mean_square_norm=norms.noised.double().mean().item(),
         mean=ratio.mean().item(),
@@ -114,14 +117,14 @@ def advise_from(norms: Norms, process: str, num_skips: int) -> RatioAdvice:
 def measured(
     store: Store, process: Process, count: int, seed: int = 0, watch: Callable[[int], None] = lambda done: None
 ) -> Norms:
-    """Over `count` images of a store, each noised once; `watch` is told how many are done."""
+    """Over `count` draws from a store, its images again and again; `watch` is told how many are done."""
 
     def images() -> Iterator[Tensor]:
         for number, batch in enumerate(store_images(store, seed)):
             watch(min(count, number * _BATCH))
             yield batch
 
-    return measure_norms(images(), process, count, seed)
+    return replace(measure_norms(images(), process, count, seed), images=min(count, len(store)))
 
 
 def _mean_square(x: Tensor) -> Tensor:
