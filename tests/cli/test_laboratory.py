@@ -4,6 +4,7 @@ import json
 import re
 import sys
 
+import diffusers
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -86,6 +87,19 @@ def test_a_model_alone_gives_its_flat_gain_with_a_caution(small, tmp_path):
     said = " ".join(invoke(*args).split())
     assert f"for a flat gain (worse than none in our runs): {spec}" in said
     assert "take κ from images (--data) or from short runs (--probe)" in said
+
+
+def test_where_a_norm_undoes_constants_kappa_says_how_much_as_inspect_does(small, tmp_path):
+    folder = tmp_path / "unet"
+    diffusers.UNet2DModel(
+        sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, block_out_channels=(32, 64),
+        down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2, norm_num_groups=16,
+    ).save_pretrained(folder)  # fmt: skip
+    args = ["kappa", folder, "--data", small / "digits", "--num", 200, "--batch", 2, "--batches", 1]
+    found, text = json.loads(invoke(*args, "--json")), invoke(*args)
+    share = re.search(r"! (\d+%) of the skip channels", invoke("inspect", folder, "--scaling", "cs:0.7"))[1]
+    assert f"on {share} of the skips' channels" in text
+    assert f"{found['model']['undone_by_norm']:.0%}" == share == "98%"  # 97 % is the mean over skips
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def calibration(**changes):
     )  # fmt: skip
     values = {
         "merges": [merge, dataclasses.replace(merge, index=1, skip_variance=1.0)],
+        "undone_by_norm": 0.0,
         "m0": 4.1,
         "middle_gain": 1.0,
         "largest_gain": 0.305,

@@ -69,6 +69,12 @@ def undone_share(skip: LongSkip) -> float:
     return (total - first_pure_group * group_size) / skip.shape.channels
 
 
+def undone_in_all(skips: Sequence[LongSkip]) -> float:
+    """The same of all skips together: a wide one counts for more."""
+    channels = [skip.shape.channels for skip in skips]
+    return sum(undone_share(skip) * c for skip, c in zip(skips, channels, strict=True)) / sum(channels)
+
+
 def measure(
     model: nn.Module,
     skips: Sequence[LongSkip],
@@ -157,8 +163,7 @@ def norm_advice(skips: Sequence[LongSkip], scales: Sequence[SkipScale], *, above
     Empty where that is so for no more than a share `above` of the channels.
     """
     by_size = any(isinstance(scale, NormScale) for scale in scales)
-    channels = [skip.shape.channels for skip in skips]
-    share = sum(undone_share(skip) * c for skip, c in zip(skips, channels, strict=True)) / sum(channels)
+    share = undone_in_all(skips)
     if share <= above or not (by_size or any(scale.number() not in (None, 1) for scale in scales)):
         return ""
     what, instead = "a constant", "placement='norm' scales behind the norm"

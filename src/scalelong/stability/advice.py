@@ -63,13 +63,12 @@ def from_model(found: Calibration, folder: str | None) -> list[str]:
         _gain_sentence(found),
         _direction_sentence(found),
     ]
-    undone = sum(merge.undone_by_norm for merge in found.merges) / len(found.merges)
-    if undone > 0:
+    if found.undone_by_norm > 0:
         sentences.append(
-            f"A GroupNorm follows the concatenation: on {undone:.0%} of the skips' channels it divides a constant "
-            "out again, and only the shortcut sees it. With placement='norm' the constant acts behind the norm, "
-            "where skip and main path come with equal variance whatever was measured here: take κ from the data or "
-            "from --probe there."
+            f"A GroupNorm follows the concatenation: on {found.undone_by_norm:.0%} of the skips' channels it "
+            "divides a constant out again, and only the shortcut sees it. With placement='norm' the constant acts "
+            "behind the norm, where skip and main path come with equal variance whatever was measured here: take κ "
+            "from the data or from --probe there."
         )
     elif any(merge.behind == "concat" for merge in found.merges):
         sentences.append(

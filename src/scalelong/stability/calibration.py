@@ -20,7 +20,7 @@ from scalelong.skips.attach import SkipScaling, adapter_for, attach, attached, d
 from scalelong.skips.scalers import SkipScale
 from scalelong.skips.sites import Adapter, LongSkip
 from scalelong.skips.spec import CS, ConstantScaling, NoScaling, PerSkip, parse_scaling
-from scalelong.skips.summary import undone_share
+from scalelong.skips.summary import undone_in_all, undone_share
 from scalelong.stability.gain import Jacobian
 
 COMPARED = ("none", "1/sqrt2", "cs:0.7", "cs:0.5")
@@ -52,6 +52,7 @@ class Calibration:
     """What was measured, the gains estimated from it, and the coefficients that keep the merges' gain flat."""
 
     merges: list[Merge]
+    undone_by_norm: float  # share of all skip channels on which a norm undoes a constant
     m0: float  # max_i ‖b_i∘a_i‖
     middle_gain: float  # L_0, of the middle path
     largest_gain: float  # of the whole network as it is, by power iteration
@@ -117,6 +118,7 @@ def calibrate(
         ]
     return _concluded(
         merges,
+        undone_by_norm=undone_in_all(probes.skips),
         middle_gain=middle,
         largest_gain=largest,
         typical_gain=typical,
