@@ -89,7 +89,7 @@ def test_a_model_alone_gives_its_flat_gain_with_a_caution(small, tmp_path):
     assert "take κ from images (--data) or from short runs (--probe)" in said
 
 
-def test_where_a_norm_undoes_constants_kappa_says_how_much_as_inspect_does(small, tmp_path):
+def test_where_a_norm_undoes_constants_kappa_says_how_much_as_inspect_does_and_names_the_placement(small, tmp_path):
     folder = tmp_path / "unet"
     diffusers.UNet2DModel(
         sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, block_out_channels=(32, 64),
@@ -100,6 +100,9 @@ def test_where_a_norm_undoes_constants_kappa_says_how_much_as_inspect_does(small
     share = re.search(r"! (\d+%) of the skip channels", invoke("inspect", folder, "--scaling", "cs:0.7"))[1]
     assert f"on {share} of the skips' channels" in text
     assert f"{found['model']['undone_by_norm']:.0%}" == share == "98%"  # 97 % is the mean over skips
+    spec = found["specs"]["data"]
+    assert str(scalelong.parse_scaling(spec)) == spec  # to paste into what takes a spec alone
+    assert f'\nfrom the data: {spec}, with placement="norm"\n' in text
 
 
 @pytest.mark.parametrize(

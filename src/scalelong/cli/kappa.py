@@ -90,12 +90,19 @@ def kappa(
     if not sections:  # a dry run
         print_result(found, as_json, probe_text(found))
         return
-    specs = [f"{_SOURCES[source]}: {spec}" for source, spec in found["specs"].items()]
+    specs = [f"{_SOURCES[source]}: {_to_paste(source, found)}" for source in found["specs"]]
     lines = [*found["advice"], *specs]
     if out is not None:
         _write(out, f"To paste, {'; '.join(specs)}.", sections)
         found, lines = found | {"report": str(out)}, [*lines, f"The figures: {out}"]
     print_result(found, as_json, "\n".join(lines))
+
+
+def _to_paste(source: str, found: dict[str, Any]) -> str:
+    """The spec; and the placement, where at the default one a norm would undo what the data ask for."""
+    spec: str = found["specs"][source]
+    undone = source == "data" and spec != "none" and "model" in found and found["model"]["undone_by_norm"] > 0
+    return f'{spec}, with placement="norm"' if undone else spec
 
 
 def _write(out: Path, lead: str, sections: Sections) -> None:
