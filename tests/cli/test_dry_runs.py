@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from scalelong import experiment
 from scalelong.backbones.memory import StepBytes
+from scalelong.cli.main import app
 from scalelong.cli.plan import preparation_plan
 from scalelong.data.images import Item, Source
 from scalelong.data.prepare import prepare
@@ -195,6 +197,17 @@ def test_compare_tells_every_run():
     plain, gated = told["runs"][:2]
     assert gated["parameters"] - plain["parameters"] == 6 * (17 + 1 + 17 + 17)  # six gates of 17 tokens, one hidden
     assert "4 runs of 24 steps in all, 0 of them done" in text
+
+
+@pytest.mark.parametrize(("scalings", "warned"), [("cs:0.7,ls", True), ("cs:0.7,none", False)])
+def test_compare_says_before_training_that_without_none_nothing_is_concluded(scalings, warned):
+    args = ["compare", "--scalings", scalings, "--dry-run", "--json"]
+    found = CliRunner().invoke(app, args, catch_exceptions=False)
+    says = (
+        "warning: without none among --scalings nothing says whether scaling helps; got cs:0.7,ls, take "
+        "none,cs:0.7,ls."
+    )
+    assert found.stderr.split("\n")[:-1] == ([says] if warned else [])
 
 
 def test_compare_refuses_before_the_first_run(monkeypatch, capsys, tmp_path):

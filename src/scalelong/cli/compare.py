@@ -65,6 +65,7 @@ def compare(
     with opened_data(data, dry_run) as store:
         judging = Judging(**_sampled(features, evaluate_num, store), held_out=held_out)
         group = members(base, split(scalings, "--scalings"), seeds_of(seeds), out, judging)
+        _say_without_none(group, scalings)
         at_once = min(len(group), workers or default_workers(device))
         # What is wrong with any run is told before the first.
         plan = comparison_plan(group, store, out, at_once, device)
@@ -175,6 +176,16 @@ def _print_table(rows: list[dict[str, str]], as_json: bool) -> None:
     from scalelong.skips.summary import format_table
 
     typer.echo("\n".join(format_table(rows)))
+
+
+def _say_without_none(group: Sequence[Member], scalings: str) -> None:
+    """What scaling does is told against no scaling: to miss that after the training is too late."""
+    if all(member.scaling != "none" for member in group):
+        typer.echo(
+            f"warning: without none among --scalings nothing says whether scaling helps; got {scalings}, take "
+            f"none,{scalings}.",
+            err=True,
+        )
 
 
 def _check_shared(setting: str) -> None:
