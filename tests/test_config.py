@@ -80,6 +80,7 @@ def test_later_overrides_win():
             "unknown setting 'trian.steps'; did you mean train.steps[?] The known ones are data, latents, model",
         ),
         ("steps=5", "did you mean train.steps[?]"),
+        ("train.learning_rate=1", "did you mean train.lr[?]"),
         ("xyz=5", "unknown setting 'xyz'; the known ones are data, latents"),
         ("train=5", "'train' is a group; set one of train.accumulate"),
         ("train.steps.x=5", "'steps' is a single value"),

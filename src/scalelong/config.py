@@ -32,9 +32,14 @@ def unknown(what: str, name: str, known: Iterable[str], such_as: Iterable[str] |
     return f"unknown {what} {name!r}; {meant(name, known)} known ones are {listed}."
 
 
+_OTHER_WORDS = {"learning_rate": "train.lr"}  # what others call it, and no likeness of letters finds
+
+
 def meant(name: str, known: Iterable[str]) -> str:
     """How a sentence that goes on with a list begins: with a question, where a name is near enough to ask."""
-    near = get_close_matches(name, list(known), n=1)
+    known = list(known)
+    other = _OTHER_WORDS.get(name.rpartition(".")[2])
+    near = [other] if other in known else get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}? The" if near else "the"
 
 
@@ -221,11 +226,16 @@ def with_overrides(config: T, overrides: Iterable[str]) -> T:
     """Apply `train.steps=100`-like settings in order."""
     every = list(_settings(type(config)))
     for override in overrides:
-        path, equals, text = override.partition("=")
-        if not equals:
-            raise ValueError(f"a setting is NAME=VALUE, such as train.steps=1000; got {override!r}.")
+        check_has_value(override)
+        path, _, text = override.partition("=")
         config = _override(config, path.strip().split("."), text.strip(), path.strip(), every)
     return config
+
+
+def check_has_value(override: str) -> None:
+    """Refuse a setting without its value."""
+    if "=" not in override:
+        raise ValueError(f"a setting is NAME=VALUE, such as train.steps=1000; got {override!r}.")
 
 
 def _override(config: Any, path: list[str], text: str, whole: str, every: list[str]) -> Any:

@@ -109,8 +109,8 @@ def test_where_a_norm_undoes_constants_kappa_says_how_much_as_inspect_does_and_n
     ("args", "says"),
     [
         (["kappa"], "κ comes from --sum and --skips, from --data, from a MODEL or from --probe; got none."),
-        (["kappa", "--sum", "5"], "say how many with --skips, or name a MODEL; got neither"),
-        (["kappa", "digits", "--sum", "5", "--skips", "6"], "got --skips 6 and digits"),
+        (["kappa", "--sum", "5"], "say how many either with --skips or by a MODEL; got neither"),
+        (["kappa", "digits", "--sum", "5", "--skips", "6"], "got both, --skips 6 and digits"),
         (["kappa", "nothing", "--sum", "5"], "neither a folder nor a preset"),
         (["kappa", "--sum", "5", "--skips", "6", "--data", "nowhere"], "solved by itself; leave out --data"),
         (["kappa", "--sum", "5", "--skips", "6", "--probe"], "solved by itself; leave out --probe"),

@@ -124,6 +124,16 @@ def say_cpu(config: RunConfig, device: str) -> None:
         )
 
 
+def with_values(settings: list[str] | None) -> list[str] | None:
+    """For --set: told before a VALUE behind a space is taken for an argument."""
+    if settings:
+        from scalelong.config import check_has_value
+
+        for setting in settings:
+            check_has_value(setting)
+    return settings
+
+
 def check_output_file(out: Path, such_as: str) -> None:
     """A file can be written there, as far as its name goes: told before the work, not after it."""
     if out.is_dir():

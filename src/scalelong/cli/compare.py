@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import check_output_file, print_result, progress_bar, say_warm_up
+from scalelong.cli.common import check_output_file, print_result, progress_bar, say_warm_up, with_values
 from scalelong.cli.plan import comparison_plan, comparison_text, opened_data
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ def compare(
     scalings: Annotated[str, typer.Option(help="Which, separated by commas.")] = "none,1/sqrt2,cs:0.7,ls",
     seeds: Annotated[str, typer.Option(help="Which, separated by commas.")] = "0,1",
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a setting of all runs.")
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=C", callback=with_values, help="Change a setting of all runs."),
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder of the runs and the report.")] = Path("runs/compare"),
     held_out: Annotated[

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import check_output_file, print_result, print_table, progress_bar
+from scalelong.cli.common import check_output_file, print_result, print_table, progress_bar, with_values
 from scalelong.cli.compare import run_with_bars, seeds_of, split
 from scalelong.cli.plan import opened_data, probe_plan, probe_text
 
@@ -64,7 +64,8 @@ def kappa(
     steps: Annotated[int, typer.Option(help="--probe: of the first round; each next one is twice as long.")] = 100,
     rounds: Annotated[int, typer.Option(help="--probe: how many; half of the κ go on after each.")] = 3,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="--probe: change a setting of all runs.")
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=C", callback=with_values, help="--probe: change a setting of all runs."),
     ] = None,
     runs: Annotated[Path, typer.Option(help="--probe: the folder of its runs.")] = Path("runs/kappa"),
     out: Annotated[Path | None, typer.Option(help="Write a page with the figures, such as kappa.html.")] = None,
@@ -117,9 +118,9 @@ def _solve(total: float, skips: int | None, model: str | None, as_json: bool) ->
     from scalelong.stability.models import open_model
 
     if (skips is None) == (model is None):
-        got = "neither" if skips is None else f"--skips {skips} and {model}"
+        got = "neither" if skips is None else f"both, --skips {skips} and {model}"
         raise ValueError(
-            f"--sum {total:g} is a sum over the skips; say how many with --skips, or name a MODEL; got {got}."
+            f"--sum {total:g} is a sum over the skips; say how many either with --skips or by a MODEL; got {got}."
         )
     skips = open_model(model).num_skips if model is not None else skips
     assert skips is not None

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import is_first_process, print_result, progress_bar, say_cpu, say_warm_up
+from scalelong.cli.common import (
+    is_first_process,
+    print_result,
+    progress_bar,
+    say_cpu,
+    say_warm_up,
+    with_values,
+)
 from scalelong.cli.plan import checked, opened_data, published_data, training_plan, training_text
 
 if TYPE_CHECKING:
@@ -65,7 +72,8 @@ def train(
     ] = None,
     scaling: Annotated[str | None, typer.Option(help="cs:0.7, ls, 1/sqrt2, none, …")] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a setting; may be given often.")
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=C", callback=with_values, help="Change a setting; may be given often."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; an existing run in it is resumed.")] = None,
     init: Annotated[

@@ -7,14 +7,15 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from scalelong.backbones.build import build
-from scalelong.config import LatentConfig, RunConfig
+from scalelong.backbones.build import CLASS_NAMES, build
+from scalelong.config import LatentConfig, ModelConfig, RunConfig, unknown
 from scalelong.data.contexts import info_of
 from scalelong.data.latents import spread_of
 from scalelong.data.loader import Loader, latent_space
@@ -22,6 +23,7 @@ from scalelong.data.store import Store
 from scalelong.diffusion.process import Process, process_named
 from scalelong.diffusion.targets import SIGMA_DATA
 from scalelong.presets import model_preset
+from scalelong.saving import model_class
 from scalelong.training.step import has_dropout
 
 _SPREAD_OFF = 1.5  # how many times as large or small the spread of latents may be without a word
@@ -141,8 +143,17 @@ def process_of(config: RunConfig) -> Process:
     return process_named(config.process, config.target, config.weighting)
 
 
+def _check_changes(model: ModelConfig) -> None:
+    cls = model_class(CLASS_NAMES[model_preset(model.preset).backbone])
+    known = list(signature(cls).parameters)
+    for name in model.changes:
+        if name not in known:
+            raise ValueError(unknown("setting of model.changes", name, known))
+
+
 def build_model(config: RunConfig, device: str = "cpu") -> nn.Module:
     """The network with its scaling. The seed decides the weights, on any device; gates are drawn after them."""
+    _check_changes(config.model)
     with drawn_by(config.train.seed), torch.device("meta") if device == "meta" else contextlib.nullcontext():
         try:
             model = build(
