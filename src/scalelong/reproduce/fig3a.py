@@ -26,6 +26,7 @@ def collect(folders: Folders, store: Store) -> Data:
         "t": ((torch.arange(BINS) + 0.5) / BINS).tolist(),
         "quantiles": dict(zip(("5 %", "50 %", "95 %"), quantiles.tolist(), strict=True)),
         "mean": norms.mean().item(),
+        "data": store.manifest.source,
     }
 
 
@@ -51,7 +52,7 @@ def judge(data: Data) -> Statement:
         name="fig3a",
         claim=REPRODUCTION.claim,
         rule=_RULE,
-        checks=[Check("on this data", abs(off) < 0.1, found)],
+        checks=[Check(f"on {data['data']}", abs(off) < 0.1, found)],
         remark="The lemma's ⅔ is 1 less the mean square of uniform pixels in [-1, 1], 1/3; that of the data is "
         f"{mean_square:.2f}.",
     )
