@@ -13,13 +13,27 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import scalelong
 from scalelong import experiment
 from scalelong.cli import main
 from scalelong.cli.main import app
-from scalelong.comparison import DIGITS_SETTINGS, SCALINGS, SEEDS, divergence, members, run_all, train_or_record
+from scalelong.comparison import (
+    DIGITS_SETTINGS,
+    SCALINGS,
+    SEEDS,
+    Judging,
+    divergence,
+    members,
+    run_all,
+    run_one,
+    train_or_record,
+)
 from scalelong.config import with_overrides
+from scalelong.data.prepare import prepare
+from scalelong.data.sources import open_source
 from scalelong.presets import run_preset
 from scalelong.report.runs import read_run
 from scalelong.training.log import read_metrics
@@ -114,6 +128,37 @@ def test_the_page_is_whole_and_needs_nothing_from_outside(compared):
 
 
 @pytest.mark.slow
+def test_a_model_of_ones_own_is_compared(tmp_path):
+    """Its arguments decide the network, its weights are where every run begins."""
+    scalelong.UViT(
+        sample_size=8, patch_size=4, in_channels=1, hidden_size=32, num_layers=4, num_attention_heads=2
+    ).save_pretrained(tmp_path / "mine")
+    data = prepare(open_source("digits"), tmp_path / "data").folder
+    base = with_overrides(run_preset("digits"), ["train.steps=1", "train.lr=1e-30", "train.batch_size=4"])
+    group = members(
+        base, ["none", "cs:0.7"], [0, 1], tmp_path / "out", Judging(features="none"), str(tmp_path / "mine")
+    )
+    assert {m.config.model.changes["hidden_size"] for m in group} == {32}
+    member = group[1]
+    assert run_one(member, data)
+    run = experiment.load_run(member.folder)  # its averages: of weights that did not move
+    weights = scalelong.UViT.from_pretrained(tmp_path / "mine").state_dict()
+    found = run.model.state_dict()
+    assert all(torch.allclose(found[name], weight, atol=1e-20) for name, weight in weights.items())  # 0 has moved
+    assert run.config.model.scaling == "cs:0.7"
+    args = ["compare", "digits", "--data", str(data), "--init", str(tmp_path / "mine"), "--dry-run"]
+    output = CliRunner().invoke(app, [*args, "--out", str(tmp_path / "o")], catch_exceptions=False).output
+    assert '"hidden_size": 32' in output
+    assert "begun with the weights of" in output
+
+
+def test_a_comparison_does_not_begin_with_weights_that_have_a_scaling(tmp_path):
+    model = scalelong.UViT(sample_size=8, hidden_size=32, num_layers=4, num_attention_heads=2, scaling="ls")
+    model.save_pretrained(tmp_path / "mine")
+    with pytest.raises(ValueError, match="varies the scaling, and .*mine was trained with its own, 'ls'; give"):
+        members(run_preset("digits"), ["none"], [0], tmp_path, init=str(tmp_path / "mine"))
+
+
 def test_a_finished_comparison_is_not_trained_again(compared):
     out, _, args = compared
     before = {f: f.stat().st_mtime_ns for f in out.rglob("*.safetensors")}

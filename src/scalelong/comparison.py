@@ -63,6 +63,7 @@ class Member:
     folder: Path
     config: RunConfig
     judging: Judging | None = Judging()
+    init: str | None = None  # whose weights it begins with; by default they are drawn by the seed
 
 
 def members(
@@ -71,19 +72,36 @@ def members(
     seeds: Sequence[int],
     out: Path,
     judging: Judging = Judging(),  # noqa: B008 - frozen
+    init: str | None = None,
 ) -> list[Member]:
     """Every scaling with every seed; a scaling's runs differ from another's in nothing else."""
     result = []
     for seed in seeds:
         for scaling in scalings:
             name = scaling.replace("/", "-").replace(":", "-")
-            config = with_overrides(base, [f"model.scaling={scaling}", f"train.seed={seed}"])
-            result.append(Member(config.model.scaling, seed, out / f"{name}-seed{seed}", config, judging))
+            folder = out / f"{name}-seed{seed}"
+            fitted = base if init is None else _fitted_to(init, folder, base)
+            config = with_overrides(fitted, [f"model.scaling={scaling}", f"train.seed={seed}"])
+            result.append(Member(config.model.scaling, seed, folder, config, judging, init))
     wanted = [(member.scaling, member.seed) for member in result]
     if len(set(wanted)) < len(wanted):
         scaling, seed = next(pair for pair in wanted if wanted.count(pair) > 1)
         raise ValueError(f"a comparison has each scaling and seed once, got {scaling} with seed {seed} twice.")
     return result
+
+
+def _fitted_to(init: str, folder: Path, base: RunConfig) -> RunConfig:
+    """With the arguments of the network whose weights a run begins with, or began with."""
+    from scalelong.experiment import Weights, beginning_in
+
+    unscaled = with_overrides(base, ["model.scaling=none"])
+    fitted = beginning_in(folder, Weights(init)).fitted(unscaled)
+    if fitted.model.scaling != "none":
+        raise ValueError(
+            f"a comparison varies the scaling, and {init} was trained with its own, {fitted.model.scaling!r}; give "
+            "weights that have none (scalelong export --fold)."
+        )
+    return fitted
 
 
 def run_one(member: Member, data: Path) -> bool:
@@ -94,8 +112,9 @@ def run_one(member: Member, data: Path) -> bool:
 
     forget_compiled()
     store, how = open_store(data), member.judging
+    begin = experiment.Beginning() if member.init is None else experiment.Weights(member.init)
     if how is None:
-        return experiment.train(member.config, store, member.folder)
+        return experiment.train(member.config, store, member.folder, begin=begin)
     device, judges = experiment.default_device(), []
     if how.features != "none":
         features = features_named(how.features, None, device)
@@ -103,7 +122,7 @@ def run_one(member: Member, data: Path) -> bool:
     if how.held_out is not None:
         unseen = open_store(how.held_out)
         judges.append(judge_held_out(member.config, store, unseen, device, num=HELD_OUT_NUM, every=how.every))
-    return experiment.train(member.config, store, member.folder, judges=judges)
+    return experiment.train(member.config, store, member.folder, judges=judges, begin=begin)
 
 
 def train_or_record(member: Member, data: Path) -> bool:

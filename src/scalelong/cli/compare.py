@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "Examples: [bold]scalelong compare[/] (the digits, five minutes on two cores) or "
     "[bold]scalelong compare cifar10-uvit-xs --data data/mine --held-out data/unseen --scalings none,cs:0.7,ls "
-    "--seeds 0,1,2[/]"
+    "--seeds 0,1,2[/], of a UNet of yours with [bold]cifar10-unet --init path/to/unet[/]"
 )
 
 
@@ -32,6 +32,13 @@ def compare(
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="A.B=C", callback=with_values, help="Change a setting of all runs."),
+    ] = None,
+    init: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Begin all with the weights of a run, or of a model's folder or name on the hub: yours.",
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder of the runs and the report.")] = Path("runs/compare"),
     held_out: Annotated[
@@ -59,13 +66,15 @@ def compare(
 
     for setting in settings or []:
         _check_shared(setting)
-    small = DIGITS_SETTINGS if preset == "digits" else ()
+    small = [setting for setting in DIGITS_SETTINGS if preset == "digits"]
+    if init is not None:  # which decide the network
+        small = [setting for setting in small if not setting.startswith("model.")]
     base = with_overrides(run_preset(preset), [*small, *(settings or [])])
     say_warm_up(base)
     device = experiment.default_device()
     with opened_data(data, dry_run) as store:
         judging = Judging(**_sampled(features, evaluate_num, store), held_out=held_out)
-        group = members(base, split(scalings, "--scalings"), seeds_of(seeds), out, judging)
+        group = members(base, split(scalings, "--scalings"), seeds_of(seeds), out, judging, init)
         _say_without_none(group, scalings)
         at_once = min(len(group), workers or default_workers(device))
         # What is wrong with any run is told before the first.

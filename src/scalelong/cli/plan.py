@@ -202,16 +202,21 @@ def _short(number: float) -> str:
 
 def comparison_plan(group: Sequence[Member], store: Store, out: Path, workers: int, device: str) -> Plan:
     """What `compare` would do: a training plan for each run, and their sums."""
+    from scalelong.experiment import Weights, as_begun
+
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; --out is a folder for the runs and their report.")
-    runs = []
+    runs: list[Plan] = []
     for member in group:
-        plan, _ = _run_plan(member.config, store, member.folder, device)
+        plan, fitted = _run_plan(member.config, store, member.folder, device)
+        if member.init is not None and not runs:
+            as_begun(Weights(member.init), member.folder).model(fitted, "meta")  # the weights fit, or a sentence
         runs.append({"scaling": member.scaling, "seed": member.seed, "folder": plan.pop("out"), **plan})
     at_once = sorted((run["state_gib"] for run in runs), reverse=True)[:workers]
     return {
         "out": str(out),
         "images": len(store),
+        "init": group[0].init,
         "runs": runs,
         "runs_at_once": workers,
         "state_gib_at_once": round(sum(at_once), 3),
@@ -226,13 +231,14 @@ def comparison_text(plan: Plan) -> str:
 
     shown = ("scaling", "seed", "folder", "parameters", "state_gib", "images_per_step", "steps", "starts_at")
     table = format_table([{key: str(run[key]) for key in shown} for run in plan["runs"]])
+    begun = f"begun with the weights of {plan['init']}, " if plan["init"] else ""
     return (
         f"{json.dumps(plan['runs'][0]['config'], indent=2, ensure_ascii=False)}\n"
         f"{_reading_text(plan['runs'][0])}"
         "The config of the first run; the others differ in scaling and seed.\n\n" + "\n".join(table) + "\n\n"
         f"{len(plan['runs'])} runs of {plan['total_steps']:,} steps in all, {plan['steps_done']:,} of them done, "
-        f"{plan['runs_at_once']} runs at once with {plan['state_gib_at_once']} GiB of state, activations not "
-        "counted; nothing was written."
+        f"{begun}{plan['runs_at_once']} runs at once with {plan['state_gib_at_once']} GiB of state, activations "
+        "not counted; nothing was written."
     )
 
 
