@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import pickle
+import re
 import sys
 import types
 import warnings
@@ -819,6 +820,18 @@ def test_the_page_says_when_the_alarm_was_still_learning(tmp_path):
         loop.run(monitor, 2)
         monitor.detector.seen = 151
     assert "could ring" not in (tmp_path / "long" / "report.html").read_text()
+
+
+def test_the_page_names_the_model_and_its_scaling(tmp_path):
+    for number, scaling in enumerate((None, "cs:0.7")):
+        loop = Loop("unet2d")
+        if scaling:
+            scalelong.apply(loop.model, scaling, placement="norm")
+        with StabilityMonitor(loop.model, tmp_path / str(number), logger="none") as monitor:
+            loop.run(monitor, 1)
+        page = (tmp_path / str(number) / "report.html").read_text()
+        assert re.search(r"UNet2DModel, [\d,]+ parameters in training", page)
+        assert ("skips scaled by cs:0.7 at norm." in page) == bool(scaling)
 
 
 def test_of_an_input_that_is_not_finite_no_other_learning_rate_is_advised(tmp_path):

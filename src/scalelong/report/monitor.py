@@ -13,8 +13,8 @@ from scalelong.report.runs import Record
 from scalelong.training.log import read_metrics
 
 
-def write_monitor_report(folder: Path, out: Path, if_none: str = "None.") -> None:
-    """Write the page for what a monitor has written so far; `if_none` is what it says where no alarm rang."""
+def write_monitor_report(folder: Path, out: Path, about: str = "", if_none: str = "None.") -> None:
+    """Write the page for what a monitor has written so far, `about` a model; `if_none`: where no alarm rang."""
     record = Record(read_metrics(folder))
     events = list(_events(record))
     alarms = Section(
@@ -26,7 +26,9 @@ def write_monitor_report(folder: Path, out: Path, if_none: str = "None.") -> Non
     )
     drawn = [section for section in _sections(record) if section.svg]
     title = f"Stability of {folder.resolve().name}"
-    write_page(title, _lead(record), [alarms, *drawn], out, f'StabilityMonitor(model, "{folder}")')
+    write_page(
+        title, f"{about} {_lead(record)}".strip(), [alarms, *drawn], out, f'StabilityMonitor(model, "{folder}")'
+    )
 
 
 def _lead(record: Record) -> str:

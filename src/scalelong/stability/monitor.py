@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scalelong.skips.apply import is_compiled, is_sharded, unwrapped
+from scalelong.skips.apply import is_compiled, is_sharded, scaling_of, unwrapped
 from scalelong.skips.sites import UnsupportedModelError
 from scalelong.stability.alarm import LEARNING, Alarm, Detector
 from scalelong.stability.inbox import Inbox
@@ -362,7 +362,16 @@ class StabilityMonitor:
 
             seen = self.detector.seen
             if_none = "None." if seen > LEARNING else _STILL_LEARNING.format(seen)
-            write_monitor_report(self.folder, self.folder / REPORT, if_none)
+            write_monitor_report(self.folder, self.folder / REPORT, _described(self.model), if_none)
+
+
+def _described(model: nn.Module) -> str:
+    """Two pages are to be told apart."""
+    handle = scaling_of(model)
+    size = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    place = f" at {handle.placement}" if handle is not None and handle.placement != "concat" else ""
+    scaled = "" if handle is None else f", skips scaled by {handle.scaling}{place}"
+    return f"{type(model).__name__}, {size:,} parameters in training{scaled}."
 
 
 def _observer(model: nn.Module, calls: StepCalls) -> Observer | None:
