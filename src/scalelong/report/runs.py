@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,6 @@ from typing import Any
 from scalelong.config import RunConfig, from_dict, to_dict
 from scalelong.training.log import METRICS, read_metrics
 
-_DATA = "data.json"
 _COMPARED = ("model.scaling", "model.placement", "train.seed")
 
 
@@ -55,12 +55,11 @@ class Run(Record):
         placement = self.config.model.placement
         return self.config.model.scaling + ("" if placement == "concat" else f" at {placement}")
 
-    @property
-    def images(self) -> str:
-        """Which images it was trained on, by a checksum; empty where that was not recorded."""
-        file = self.folder / _DATA
-        checksums = json.loads(file.read_text(encoding="utf-8"))["sha256"] if file.is_file() else {}
-        return " ".join(sorted(checksums.values()))[:12]
+    def noted(self, file: str) -> dict[str, Any]:
+        """One of the notes in its folder, data.json or began.json; empty where it has none."""
+        path = self.folder / file
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return found
 
     @property
     def grid(self) -> Path | None:
@@ -98,13 +97,26 @@ def by_scaling(runs: list[Run]) -> dict[str, list[Run]]:
 
 
 def set_apart(runs: Sequence[Run]) -> list[str]:
-    """What differs between runs besides scaling and seed: `train.lr (0.001, 0.003)`, and the images."""
-    flat = [dict(_flattened(to_dict(run.config))) | {"the images": run.images} for run in runs]
+    """What differs between runs besides scaling and seed: `train.lr (0.001, 0.003)`, images, first weights."""
+    flat = [dict(_flattened(to_dict(run.config))) | {"first weights": _first_weights(run)} for run in runs]
+    data = [run.noted("data.json") for run in runs]
+    if all(data):  # or it was not recorded, in older runs
+        for settings, about in zip(flat, data, strict=True):
+            settings["the images"] = f"{about['source']} {_in_short(about['sha256'])}"
     names = dict.fromkeys(name for settings in flat for name in settings if name not in _COMPARED)
     values = {
         name: list(dict.fromkeys(str(settings.get(name, "the preset's")) for settings in flat)) for name in names
     }
     return [f"{name} ({', '.join(found)})" for name, found in values.items() if len(found) > 1]
+
+
+def _first_weights(run: Run) -> str:
+    began = run.noted("began.json")
+    return f"{began['how']} {began['source']} {began['step'] or ''}".strip() if began else "drawn"
+
+
+def _in_short(checksums: Mapping[str, str]) -> str:
+    return hashlib.sha256(" ".join(sorted(checksums.values())).encode()).hexdigest()[:8]
 
 
 def _flattened(settings: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
