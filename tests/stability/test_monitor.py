@@ -494,6 +494,16 @@ def test_a_checkpoint_tells_what_is_under_way(tmp_path):
 
 
 @pytest.mark.usefixtures("late")
+def test_after_an_error_the_state_can_still_be_had(tmp_path):
+    loop = Loop()
+    monitored = StabilityMonitor(loop.model, tmp_path, logger="none", report=False)
+    with contextlib.suppress(KeyError), monitored as monitor:
+        lossy(loop, monitor, range(1, 5), bad=[4])
+        raise KeyError("the loop's own")
+    assert monitor.state_dict()["steps"] == 4
+
+
+@pytest.mark.usefixtures("late")
 def test_after_a_checkpoint_is_loaded_nothing_is_told_of_the_steps_undone(tmp_path):
     loop, told = Loop(), []
     with StabilityMonitor(loop.model, tmp_path, logger="none", report=False, on_nonfinite=told.append) as monitor:

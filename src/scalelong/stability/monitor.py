@@ -183,7 +183,8 @@ class StabilityMonitor:
     def state_dict(self) -> dict[str, Any]:
         """What the alarm has learnt, for a checkpoint: numbers and lists. What is under way counts too, and raises
         here rather than be lost with this process."""
-        self._read(wait=True)
+        if not self._closed:  # its log is, and an error that ended the loop is the news
+            self._read(wait=True)
         return {
             "steps": self.steps,
             "detector": self.detector.state_dict(),
