@@ -230,6 +230,9 @@ def wrong_sign(training: Training, k: int) -> None:
 
 
 def first_passing(losses: list[float], onset: int = ONSET, factor: float = 10.0) -> int | None:
-    """The first step from the onset on with a loss over `factor` times the median of the 100 before the onset."""
+    """The first step from the onset on with a loss over `factor` times the median of the 100 before the onset; or
+    the first before it that is no number."""
+    if bad := next((step for step, loss in enumerate(losses[:onset], 1) if not math.isfinite(loss)), None):
+        return bad
     limit = factor * statistics.median(losses[onset - 100 : onset])
     return next((step for step in range(onset + 1, len(losses) + 1) if not losses[step - 1] <= limit), None)

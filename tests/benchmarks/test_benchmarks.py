@@ -170,10 +170,24 @@ def test_blocks_are_no_larger_than_there_are_tokens():
     assert {launch["BK"] for launch in launches if "BK" in launch} == {32, 64}
 
 
-def test_an_attention_that_is_wrong_takes_no_part(tmp_path, monkeypatch):
-    wrong = kernels.Contender("wrong", lambda qkv: 2 * qkv[..., :64])
+def wrong_everywhere(qkv):
+    return 2 * qkv[..., :64]
+
+
+def wrong_for_one_token(qkv):
+    out = kernels._by_torch(2, qkv)
+    return torch.cat([out[:, :1] * 1.05, out[:, 1:]], dim=1)
+
+
+def not_a_number(qkv):
+    return kernels._by_torch(2, qkv) * float("nan")
+
+
+@pytest.mark.parametrize("attend", [wrong_everywhere, wrong_for_one_token, not_a_number])
+def test_an_attention_that_is_wrong_takes_no_part(tmp_path, monkeypatch, attend):
+    wrong = kernels.Contender("wrong", attend)
     monkeypatch.setattr(kernels, "contenders", lambda heads, tokens, on_gpu: [wrong])
-    out = run(kernels, "--batch", "1", "--tokens", "9", "--heads", "2", "--dim", "32", "--out", str(tmp_path))
+    out = run(kernels, "--batch", "1", "--tokens", "200", "--heads", "2", "--dim", "32", "--out", str(tmp_path))
     assert "wrong: left out (wrong by" in out
 
 
@@ -275,3 +289,10 @@ def test_a_fault_rings_and_the_same_run_without_it_does_not(fault):
 def test_the_readme_shows_the_newest_results():
     text = readme.README.read_text()
     assert readme.updated(text) == text, "run: python -m benchmarks.readme"
+
+
+def test_a_run_that_ends_before_its_fault_is_not_spotless():
+    assert faults.first_passing([1.0] * 149 + [float("nan")], onset=200) == 150
+    assert faults.first_passing([1.0] * 49 + [float("inf")], onset=200) == 50
+    assert faults.first_passing([1.0] * 205 + [11.0], onset=200) == 206
+    assert faults.first_passing([1.0] * 205 + [float("nan")], onset=200) == 206

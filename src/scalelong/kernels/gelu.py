@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scalelong.kernels.checking import agrees, largest_error
 from scalelong.kernels.support import is_plain_linear, kernels_run_on
+
+# How the kernels are launched: numbers a program; backward, its columns, its rows and how often it takes as many.
+FORWARD = {"BLOCK": 1024, "num_warps": 4}
+BACKWARD = {"BC": 64, "BR": 64, "REPEAT": 2, "num_warps": 4}
 
 
 def linear_gelu(x: Tensor, layer: nn.Module) -> Tensor:
@@ -20,21 +28,38 @@ def linear_gelu(x: Tensor, layer: nn.Module) -> Tensor:
 
 def bias_gelu(hidden: Tensor, bias: Tensor) -> Tensor:
     """[…, C] and [C] -> […, C]."""
-    if kernels_run_on(hidden) and hidden.shape[-1] % 256 == 0:
+    if kernels_run_on(hidden) and hidden.shape[-1] % 256 == 0 and _agree(hidden.dtype, str(hidden.device)):
         return _activate(hidden, bias)
     return F.gelu(hidden + bias.to(hidden.dtype))
+
+
+@torch.compiler.assume_constant_result  # asked when a graph is made, and no part of it
+def _agree(dtype: torch.dtype, device: str) -> bool:
+    return agrees("GELU", (dtype,), device, True, lambda backward: error_of_kernels(dtype, device))
+
+
+def error_of_kernels(dtype: torch.dtype, device: str) -> float:
+    """The largest relative error of outputs, gradients and the bias' gradient, in any row of random numbers."""
+    generator = torch.Generator(device).manual_seed(0)
+    draw = partial(torch.randn, generator=generator, device=device)
+    hidden, grad, bias = draw(300, 512).mul(3).to(dtype), draw(300, 512).to(dtype), draw(512)
+    x = hidden.double() + bias.double()
+    cumulative = torch.special.ndtr(x)
+    slope = grad.double() * (cumulative + x * torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi))
+    d_hidden, d_bias = _activate_backward(hidden, bias, grad)
+    return largest_error([(_activate(hidden, bias), x * cumulative), (d_hidden, slope), (d_bias, slope.sum(0))])
 
 
 @torch.library.custom_op("scalelong::bias_gelu", mutates_args=(), schema="(Tensor hidden, Tensor bias) -> Tensor")
 def _activate(hidden: Tensor, bias: Tensor) -> Tensor:
     from scalelong.kernels import gelu_triton
 
-    hidden = hidden.contiguous()
+    hidden, bias = hidden.contiguous(), bias.contiguous()
     out = torch.empty_like(hidden)
-    block = 2048
-    gelu_triton.bias_gelu_forward[(-(-hidden.numel() // block),)](
-        hidden, bias, out, hidden.numel(), COLUMNS=hidden.shape[-1], BLOCK=block
-    )
+    with torch.cuda.device_of(hidden):  # Triton launches on the current one
+        gelu_triton.bias_gelu_forward[(-(-hidden.numel() // FORWARD["BLOCK"]),)](
+            hidden, bias, out, hidden.numel(), COLUMNS=hidden.shape[-1], **FORWARD
+        )
     return out
 
 
@@ -51,18 +76,17 @@ def _(hidden: Tensor, bias: Tensor) -> Tensor:
 def _activate_backward(hidden: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     from scalelong.kernels import gelu_triton
 
-    hidden = hidden.contiguous()
+    hidden, bias, grad = hidden.contiguous(), bias.contiguous(), grad.contiguous()
     columns = hidden.shape[-1]
     rows = hidden.numel() // columns
     d_hidden = torch.empty_like(hidden)
-    block_rows, repeat, block_columns = 64, 2, 64
-    programs = -(-rows // (block_rows * repeat))
-    partial = torch.empty((programs, columns), dtype=torch.float32, device=hidden.device)
-    gelu_triton.bias_gelu_backward[(programs, columns // block_columns)](
-        hidden, bias, grad.contiguous(), d_hidden, partial, rows,
-        COLUMNS=columns, BC=block_columns, BR=block_rows, REPEAT=repeat,
-    )  # fmt: skip
-    return d_hidden, partial.sum(0).to(bias.dtype)
+    programs = -(-rows // (BACKWARD["BR"] * BACKWARD["REPEAT"]))
+    sums = torch.empty((programs, columns), dtype=torch.float32, device=hidden.device)
+    with torch.cuda.device_of(hidden):
+        gelu_triton.bias_gelu_backward[(programs, columns // BACKWARD["BC"])](
+            hidden, bias, grad, d_hidden, sums, rows, COLUMNS=columns, **BACKWARD
+        )
+    return d_hidden, sums.sum(0).to(bias.dtype)
 
 
 @_activate_backward.register_fake
