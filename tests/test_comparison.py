@@ -25,7 +25,6 @@ from scalelong.comparison import (
     SCALINGS,
     SEEDS,
     Judging,
-    divergence,
     members,
     run_all,
     run_one,
@@ -36,7 +35,7 @@ from scalelong.data.prepare import prepare
 from scalelong.data.sources import open_source
 from scalelong.presets import run_preset
 from scalelong.report.runs import read_run
-from scalelong.training.log import read_metrics
+from scalelong.training.log import divergence, read_metrics
 from scalelong.training.step import Stepper
 from tests.test_held_out import made
 
@@ -103,14 +102,16 @@ def test_what_the_comparison_shows_is_said(compared):
 def test_held_out_losses_are_compared_seed_by_seed(compared):
     out, result, _ = compared
     rows = {row["scaling"]: row for row in result["rows"]}
-    assert rows["none"]["less that of none"] == "–"
+    assert rows["none"]["minus none's"] == "–"
     last = {
         name: [read_metrics(out / f"{name}-seed{seed}")[-1]["held out"]["loss"] for seed in (0, 1)]
         for name in ("none", "cs-0.7")
     }
     differences = [cs - none for cs, none in zip(last["cs-0.7"], last["none"], strict=True)]
-    shown = float(rows["cs:0.7"]["less that of none"].split()[0])
-    assert shown == pytest.approx(sum(differences) / 2, rel=1e-2)
+    assert rows["cs:0.7"]["minus none's"].split()[0] == f"{sum(differences) / 2:.2g}"
+    page = html.unescape((out / "report.html").read_text())
+    where = page.split("<h2>Where in the process")[1].split("<h2>")[0]
+    assert "Beyond the spread over 2 seeds, the loss against none's: cs:0.7 " in where
 
 
 def test_the_page_is_whole_and_needs_nothing_from_outside(compared):
@@ -118,7 +119,7 @@ def test_the_page_is_whole_and_needs_nothing_from_outside(compared):
     page = (out / "report.html").read_text()
     for heading in ("Loss", "Quality against steps", "Feature norms", "Gradient norms", "Coefficients", "Samples"):
         assert f"<h2>{heading}" in page
-    assert page.count("<svg") == 8
+    assert page.count("<svg") == 9
     assert page.count("data:image/png;base64,") == 6
     assert "What this can and cannot show" in page
     assert "scalelong" in page.split("How it was made")[1]
@@ -165,6 +166,19 @@ def test_a_finished_comparison_is_not_trained_again(compared):
     result = CliRunner().invoke(app, args, catch_exceptions=False)
     assert result.exit_code == 0
     assert {f: f.stat().st_mtime_ns for f in out.rglob("*.safetensors")} == before
+    assert "has other runs too" not in result.stderr
+
+
+def test_runs_of_a_larger_comparison_in_the_folder_are_pointed_to(compared, tmp_path):
+    out, _, args = compared
+    mine = tmp_path / "out"
+    shutil.copytree(out, mine)
+    fewer = [{str(out): str(mine), "none,cs:0.7,ls": "none,ls"}.get(arg, arg) for arg in args]
+    result = CliRunner().invoke(app, fewer, catch_exceptions=False)
+    assert (
+        f"{mine} has other runs too, cs-0.7-seed0, cs-0.7-seed1: for a page of all, scalelong report"
+        in result.stderr
+    )
 
 
 def test_report_reads_run_folders(compared, tmp_path):
@@ -268,14 +282,20 @@ def test_runs_that_diverged_are_said_and_the_others_are_reported(compared, tmp_p
     mine = tmp_path / "out"
     shutil.copytree(out, mine)
     args = [str(mine) if arg == str(out) else arg for arg in args]
+    bad = {"step": 2, "what": "loss", "culprit": "x", "error": "step 2: NaN"}
+
+    def ruin(folder):
+        with (folder / "metrics.jsonl").open("a") as log:
+            log.write(json.dumps({"step": 3, "nonfinite": bad}) + "\n")
+
     for seed in (0, 1):
-        (mine / f"ls-seed{seed}" / "diverged.json").write_text(json.dumps({"step": 2, "error": "step 2: NaN"}))
+        ruin(mine / f"ls-seed{seed}")
     found = json.loads(CliRunner().invoke(app, args, catch_exceptions=False).stdout)
     assert found["diverged"] == [f"ls with seed {seed} diverged: step 2: NaN" for seed in (0, 1)]
     assert [row["scaling"] for row in found["rows"]] == ["none", "cs:0.7"]
     assert found["diverged"][1] in html.unescape((mine / "report.html").read_text())
     for folder in mine.glob("*-seed*"):
-        (folder / "diverged.json").write_text(json.dumps({"step": 2, "error": "step 2: NaN"}))
+        ruin(folder)
     monkeypatch.setattr(sys, "argv", ["scalelong", *args])
     with pytest.raises(SystemExit):
         main.main()
@@ -288,6 +308,7 @@ def test_that_a_run_diverged_is_written_into_its_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(Stepper, "_loss", lambda self, *args: plain(self, *args) * float("nan"))
     data = experiment.open_data(None).folder
     assert train_or_record(member, data)
-    assert divergence(member.folder).startswith("step 0: the loss is not finite")
+    assert divergence(member.folder)["error"].startswith("step 0: the loss is not finite")
+    assert read_run(member.folder).divergence.startswith("step 0: the loss is not finite")
     monkeypatch.setattr(experiment, "train", lambda *args, **how: pytest.fail("it would diverge again"))
     assert train_or_record(member, data)

@@ -187,6 +187,10 @@ def test_refusals(store, tmp_path):  # noqa: F811
         export(experiment.load_run(tmp_path / "ls"), tmp_path / "out", fold=True)
     with pytest.raises(ValueError, match="already exists"):
         export(experiment.load_run(tmp_path / "ls"), tmp_path / "ls")
+    ruined = experiment.load_run(tmp_path / "ls")
+    ruined.model.norm.weight.data[0] = float("nan")
+    with pytest.raises(ValueError, match=r"the weights are not finite, norm\.weight among them"):
+        export(ruined, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

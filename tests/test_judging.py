@@ -1,10 +1,13 @@
 import json
+import math
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from scalelong import experiment
 from scalelong.cli.main import app
+from scalelong.diffusion.sampling import check_finite
 from scalelong.judging import judge_quality
 from scalelong.metrics.evaluate import quality_of, reference_of
 from scalelong.metrics.features import PixelFeatures
@@ -26,6 +29,22 @@ def test_each_average_is_judged_as_evaluate_would(store, tmp_path):  # noqa: F81
         assert last[f"pixel_fid at {rate}"] == pytest.approx(want, rel=1e-4)
     assert last["ema"] == 0.5  # 5 steps: the slow one has not settled
     assert last["pixel_fid"] == last["pixel_fid at 0.5"]
+
+
+def test_samples_that_are_no_numbers_are_judged_as_such_and_end_no_training(store, tmp_path, monkeypatch):  # noqa: F811
+    run = config("train.steps=2", "train.sample_every=1")
+    judge = judge_quality(run, store, PixelFeatures(), num=8, steps=2, every=1)
+    monkeypatch.setattr("scalelong.runs.drawing.sample", none_finite)
+    with pytest.warns(UserWarning, match=r"8 of 8 samples.* are not finite|no picture at step"):
+        assert experiment.train(run, store, tmp_path / "run", device="cpu", judges=[judge])
+    rows = [row["quality"] for row in read_metrics(tmp_path / "run") if "quality" in row]
+    assert len(rows) == 2
+    assert all(math.isnan(row[name]) for row in rows for name in ("pixel_fid", "pixel_kid", "pixel_precision"))
+    assert not list((tmp_path / "run").glob("samples/*.png"))
+
+
+def none_finite(model, process, indices, shape, **how):
+    check_finite(torch.full((len(indices), *shape), math.nan), "samples")
 
 
 def test_from_the_command_line(tmp_path):

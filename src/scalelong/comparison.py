@@ -6,25 +6,27 @@ Every run is a run folder of its own, so that an interrupted comparison goes on 
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from scalelong.config import RunConfig, with_overrides
-from scalelong.data.files import write_whole
 from scalelong.data.images import cores
 from scalelong.data.store import open_store
+
+if TYPE_CHECKING:
+    from scalelong.experiment import Beginning
 
 SCALINGS = ("none", "1/sqrt2", "cs:0.7", "ls")
 SEEDS = (0, 1)
 HELD_OUT_NUM = 2_000
-DIVERGED = "diverged.json"
 # Sized for two CPU cores: eight runs of the digits within five minutes.
 DIGITS_SETTINGS = (
     "train.steps=600",
@@ -38,6 +40,16 @@ DIGITS_SETTINGS = (
     "model.changes.identity_final_conv=true",  # or the last convolution's slow start is most of so short a training
     "train.ema_rates=0.99",
 )
+
+
+def shared_config(preset: str, settings: Sequence[str], init: str | None = None) -> RunConfig:
+    """What all runs of a comparison have in common: a recipe, that of the digits for two cores, with settings."""
+    from scalelong.presets import run_preset
+
+    small = list(DIGITS_SETTINGS) if preset == "digits" else []
+    if init is not None:  # which decides the network
+        small = [setting for setting in small if not setting.startswith("model.")]
+    return with_overrides(run_preset(preset), [*small, *settings])
 
 
 @dataclass(frozen=True)
@@ -104,6 +116,13 @@ def _fitted_to(init: str, folder: Path, base: RunConfig) -> RunConfig:
     return fitted
 
 
+def beginning_of(member: Member) -> Beginning:
+    """Where its first weights come from."""
+    from scalelong.experiment import Beginning, Weights
+
+    return Beginning() if member.init is None else Weights(member.init)
+
+
 def run_one(member: Member, data: Path) -> bool:
     """Train one member; its samples are judged as it goes."""
     from scalelong import experiment
@@ -111,8 +130,7 @@ def run_one(member: Member, data: Path) -> bool:
     from scalelong.metrics.features import features_named
 
     forget_compiled()
-    store, how = open_store(data), member.judging
-    begin = experiment.Beginning() if member.init is None else experiment.Weights(member.init)
+    store, how, begin = open_store(data), member.judging, beginning_of(member)
     if how is None:
         return experiment.train(member.config, store, member.folder, begin=begin)
     device, judges = experiment.default_device(), []
@@ -126,15 +144,14 @@ def run_one(member: Member, data: Path) -> bool:
 
 
 def train_or_record(member: Member, data: Path) -> bool:
-    """Train one run; that it diverged is a result like others, and is written into its folder."""
+    """Train one run; that it diverged, which its log says, is a result like others."""
     from scalelong.training.guard import NonFiniteError
 
     if diverged(member.folder):
         return True
     try:
         return run_one(member, data)
-    except NonFiniteError as error:
-        write_whole(member.folder / DIVERGED, json.dumps({"step": error.step, "error": str(error)}) + "\n")
+    except NonFiniteError:
         return True
 
 
@@ -153,6 +170,7 @@ def run_all(
     context = multiprocessing.get_context("spawn")
     left, futures = iter(group), list[Future[bool]]()
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker) as pool:
+        interrupted = True
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 under_way = [future for future in futures if not future.done()]
@@ -163,19 +181,26 @@ def run_all(
                     break
                 watch([future.done() for future in futures] + [False] * (len(group) - len(futures)))
                 wait(under_way + begun, timeout=0.5, return_when=FIRST_COMPLETED)
-        done = [future.result() for future in futures]
+            interrupted = False
+        done = [_result(future, interrupted) for future in futures]
     return done + [False] * (len(group) - len(done))
 
 
+def _result(future: Future[bool], interrupted: bool) -> bool:
+    """A process that Ctrl-C met as it was starting is gone without a word, and its run was not done."""
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        if interrupted:
+            return False
+        raise
+
+
 def diverged(folder: Path) -> bool:
-    """Whether a run ended that way."""
-    return (folder / DIVERGED).is_file()
+    """Whether a run ended on a step that was not finite."""
+    from scalelong.training.log import divergence
 
-
-def divergence(folder: Path) -> str:
-    """Where and why a run diverged."""
-    why: str = json.loads((folder / DIVERGED).read_text())["error"]
-    return why
+    return divergence(folder) is not None
 
 
 def forget_compiled() -> None:

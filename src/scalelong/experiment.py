@@ -40,10 +40,11 @@ from scalelong.runs.drawing import (
     sampling_precision,
     with_autoencoder,
 )
-from scalelong.runs.events import Judge, Walk, events_of
+from scalelong.runs.events import Figures, Judge, Walk, events_of
 from scalelong.runs.folder import LoadedRun, check_folder, last_step, load_run, open_run, read_config, run_config
 from scalelong.runs.pictures import write_grid
 from scalelong.training.fit import Fit, Progress
+from scalelong.training.guard import NonFiniteError
 from scalelong.training.log import NoLog, RunLog
 from scalelong.training.sharding import is_sharded
 from scalelong.training.step import Stepper
@@ -54,6 +55,7 @@ from scalelong.world import World, default_device, joined, local_device, usable_
 __all__ = [
     "Beginning",
     "Branch",
+    "Figures",
     "Judge",
     "LoadedRun",
     "Walk",
@@ -171,4 +173,8 @@ def _train(
         log = RunLog(out, resumed_at, logger, to_dict(config)) if world.is_first else NoLog()
         events = events_of(config, fit, log, judges, text.context if text else None)
         with log:
-            return fit.run(log, show=show, events=events, until=until)
+            try:
+                return fit.run(log, show=show, events=events, until=until)
+            except NonFiniteError as error:
+                log.write(error.step + 1, nonfinite=error.as_dict())  # the update that was not made
+                raise

@@ -47,6 +47,8 @@ def export(run: LoadedRun, out: Path, *, fold: bool = False, text_encoder: str |
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} already exists; choose another --out, or remove it first.")
+    if bad := next((name for name, w in run.model.named_parameters() if not w.isfinite().all()), None):
+        raise ValueError(f"the weights are not finite, {bad} among them: nothing can be drawn with them.")
     run = replace(run, model=copy.deepcopy(run.model).cpu())  # whose run it is may go on with it
     scheduler, text = _scheduler(run), _text_parts(run, text_encoder)
     if fold and (handle := scaling_of(run.model)) is not None:

@@ -1,6 +1,7 @@
 """Samplers against a case with a known answer: data that is itself normal, where the best prediction is linear."""
 
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -250,3 +251,22 @@ def test_diffusers_schedulers_refuse_what_they_do_not_know():
 def test_bad_requests(how, says):
     with pytest.raises(ValueError, match=says):
         sample(GaussianOracle(DDPM()), DDPM(), torch.arange(1), (1, 2, 2), **how)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("sampler", ["dpm++", "ddim", "em", "heun"])
+def test_samples_that_are_not_finite_are_no_images(sampler, value):
+    """Clamped to [-1, 1] an infinity would look like one, and a NaN is black."""
+    process = VPSDE()
+    oracle = GaussianOracle(process)
+
+    class Ruined(nn.Module):
+        config = oracle.config
+
+        def forward(self, x, k):
+            out = oracle(x, k).sample
+            out[1, 0, 0, 0] = value
+            return SimpleNamespace(sample=out)
+
+    with pytest.raises(FloatingPointError, match=f"1 of 3 samples, after 4 steps of {re.escape(sampler)}, are not"):
+        sample(Ruined(), process, torch.arange(3), (1, 4, 4), sampler=sampler, steps=4)

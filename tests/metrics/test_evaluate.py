@@ -49,6 +49,32 @@ def test_the_reference_is_the_whole_data_and_is_cached_by_checksum(store, tmp_pa
     assert torch.equal(first.features, second.features)
 
 
+class Broken:
+    """Features of which one is no number."""
+
+    name = PixelFeatures.name
+
+    def __call__(self, images):
+        features = PixelFeatures()(images)
+        features[0, 0] = float("nan")
+        return features
+
+
+def test_features_that_are_not_finite_give_no_distance_and_are_not_kept(store, tmp_path):
+    reference = reference_of(store, PixelFeatures())
+    with pytest.raises(FloatingPointError, match="features of 1 of 64 images, from number 0, are not finite"):
+        quality_of([images_of(store, np.arange(64))], reference, Broken(), "made")
+    with pytest.raises(FloatingPointError, match="not finite"):
+        reference_of(store, Broken(), tmp_path)
+    assert not list(tmp_path.iterdir())
+    whole = reference_of(store, PixelFeatures(), tmp_path)
+    (file,) = tmp_path.iterdir()
+    module._write(
+        file, module.Reference(Moments(1797, whole.moments.mean, whole.moments.covariance * np.nan), whole.features)
+    )
+    assert reference_of(store, PixelFeatures(), tmp_path).moments.covariance.isfinite().all()
+
+
 def test_a_place_where_nothing_can_be_written_costs_no_features(store, tmp_path):
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="the statistics of the data are not kept for the next time"):

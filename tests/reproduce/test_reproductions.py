@@ -13,17 +13,19 @@ from typer.testing import CliRunner
 from scalelong import experiment
 from scalelong.cli import reproduce as command
 from scalelong.cli.main import app
-from scalelong.comparison import DIVERGED, Judging
+from scalelong.comparison import Judging
 from scalelong.config import to_dict
 from scalelong.data.prepare import prepare
 from scalelong.data.sources import digits
 from scalelong.presets import run_preset
-from scalelong.reproduce import NAMES, fig5, fig7, regimes, reproduction_named
+from scalelong.reproduce import NAMES, fig3c, fig5, fig7, regimes, reproduction_named
+from scalelong.reproduce.drawing import draw_curves, panels
 from scalelong.reproduce.judging import below, luck
 from scalelong.reproduce.plan import Variant, scalings, small
 from scalelong.reproduce.running import final_quality, folders_of, is_done, train_all
 from scalelong.reproduce.writing import conclude, write_data
 from scalelong.skips.spec import parse_scaling
+from scalelong.training.log import divergence
 
 
 def run(*values, steps=(100, 200)):
@@ -255,7 +257,7 @@ def test_a_sweep_goes_on_where_it_was_and_a_diverged_run_is_a_result(tmp_path):
     assert train_all(group, store, 2)
     assert all(map(is_done, group))
     assert {f: f.stat().st_mtime_ns for f in before} == before  # what was done was left alone
-    assert json.loads((group[2].folder / DIVERGED).read_text())["step"] < 4
+    assert divergence(group[2].folder)["step"] < 4
     gates = fig7.collect(folders_of(group[1:2]) | {"LS": [group[1].folder]}, store)["gates"]
     assert len(gates[0]) == 2
     assert all(0.3 < gate < 0.7 for gate in gates[0])
@@ -324,11 +326,12 @@ def test_committed_verdicts_follow_from_committed_data(name):
     assert json.loads(json.dumps(found.as_dict())) == read["verdict"]
 
 
+ENDED_BADLY = {"step": 6, "nonfinite": {"step": 5, "what": "loss", "culprit": "", "error": "step 5"}}
+
+
 def lost_run(folder, rows=()):
     """A run that diverged at step 5, with what it had logged by then."""
-    written_run(folder, rows)
-    (folder / DIVERGED).write_text('{"step": 5, "error": ""}')
-    return folder
+    return written_run(folder, [*rows, ENDED_BADLY])
 
 
 def test_features_of_a_run_that_diverged_are_not_small(tmp_path):
@@ -405,9 +408,8 @@ def test_what_has_no_full_size_is_told_before_anything_is_trained(dry, tmp_path,
 
 def test_a_run_that_diverged_after_a_good_start_ends_at_infinity(tmp_path):
     rows = [{"step": step, "quality": {"pixel_fid": value}} for step, value in ((2, 9.0), (4, 7.0))]
-    for name in ("none", "CS"):
-        written_run(tmp_path / name, rows)
-    (tmp_path / "CS" / DIVERGED).write_text('{"step": 5, "error": ""}')
+    written_run(tmp_path / "none", rows)
+    lost_run(tmp_path / "CS", rows)
     found = final_quality({name: [tmp_path / name] for name in ("none", "CS")}, None)
     assert found["values"] == {"none": [7.0], "CS": [float("inf")]}
 
@@ -427,3 +429,59 @@ def test_extra_noise_worsens_samples(tmp_path):
 def test_a_folder_without_data_is_named(tmp_path):
     with pytest.raises(ValueError, match="has no data.json; scalelong reproduce fig1 makes it"):
         conclude(reproduction_named("fig1"), tmp_path)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("low", [[3.0, NAN, 3.1], [NAN, 3.0, 3.1], [3.0, 3.1, NAN]])
+def test_what_is_no_number_decides_nothing(low):
+    high = [4.0, 4.1, 4.2]
+    for values in ({"CS": low, "none": high}, {"CS": high, "none": low}):
+        check = below(values, "CS", "none")
+        assert check.holds is None
+        assert "1 of 6 are no numbers" in check.found
+
+
+def test_a_curve_that_ends_in_no_number_is_never_ahead():
+    plain, ruined = run(10.0, 8.0, 6.0, steps=(1, 2, 3)), run(10.0, 4.0, NAN, steps=(1, 2, 3))
+    data = {"measure": "FID", "curves": {"none": [plain] * 2, "CS": [ruined] * 2, "LS": [plain] * 2}}
+    assert fig5.speedups(data)["CS"] == [0.0, 0.0]
+    assert not fig5.judge(data).checks[0].holds
+    data["curves"] |= {"none": [ruined] * 2, "CS": [plain] * 2}
+    assert fig5.speedups(data)["CS"] == [INF, INF]
+    assert fig5.judge(data).checks[0].holds
+    assert "∞ (2)" in [text.get_text() for text in fig5.draw(data).axes[1].texts]
+
+
+def test_a_shut_gate_or_no_number_is_no_decay():
+    for bad in ([0.5, 0.0, 0.3], [0.5, NAN, 0.3]):
+        for gates in ([[0.5, 0.4, 0.3], bad], [bad, [0.5, 0.4, 0.3]]):
+            assert fig7.judge({"gates": gates}).checks[0].holds is False
+    assert fig3c.added([5.0, 6.0, NAN]) == fig3c.added([INF, INF]) == INF
+
+
+def test_a_run_that_diverged_ends_in_a_cross_and_shortens_no_other(tmp_path):
+    _, (axes,) = panels(1)
+    whole, short = run(9.0, 5.0, 3.0, steps=(1, 2, 3)), run(9.0, INF, steps=(1, 2))
+    draw_curves(axes, {"CS": [whole, short], "LS": [short]}, "FID")
+    lines = [(line.get_linestyle(), line.get_marker(), list(line.get_xdata())) for line in axes.lines]
+    assert lines[:3] == [("--", "None", [1]), ("None", "x", [1]), ("-", "None", [1, 2, 3])]
+    told = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert told == ["CS (1 diverged)", "LS (1 diverged)"]
+
+
+def test_data_files_are_json_for_everybody(tmp_path):
+    values = {"measure": "FID", "values": {"none": [1.0, NAN], "CS": [INF, 2.0]}}
+    write_data(tmp_path, values, {"command": "x"})
+    text = (tmp_path / "data.json").read_text()
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert found["values"]["values"]["CS"] == ["Infinity", 2.0]
+    conclude(reproduction_named("table4"), write_curves(tmp_path / "t4"))
+    json.loads((tmp_path / "t4" / "verdict.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+
+
+def write_curves(folder):
+    curves = {name: [run(9.0, INF), run(9.0, 5.0)] for name in ("CS", "CS reversed")}
+    write_data(folder, {"measure": "FID", "curves": curves}, {})
+    return folder

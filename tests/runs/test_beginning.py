@@ -86,6 +86,29 @@ def test_a_scaling_for_weights_that_had_none(run, store, tmp_path, scaling, keep
     assert (outputs(again.model) - before).abs().max() < 0.2 * before.abs().max()
 
 
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))],
+)
+def test_gates_are_drawn_by_the_seed_whatever_else_was_drawn_and_on_any_device(run, store, device):  # noqa: F811
+    def gates(seed, before):
+        torch.manual_seed(before)
+        begin = experiment.Weights(str(run))
+        fitted = experiment.fitted_to(begin.fitted(config("model.scaling=ls", f"train.seed={seed}")), store)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            handle = scalelong.scaling_of(begin.model(fitted, device))
+        return torch.cat([p.detach().cpu().flatten() for p in handle.parameters()])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, model = first_model(config("model.scaling=ls", "train.seed=0"), store, experiment.Weights(str(run)))
+    want = torch.cat([p.detach().flatten() for p in scalelong.scaling_of(model).parameters()])
+    assert torch.equal(gates(0, 1), want)
+    assert torch.equal(gates(0, 2), want)
+    assert not torch.equal(gates(1, 1), want)
+
+
 def test_a_scaling_that_the_weights_have_is_kept(store, run, tmp_path):  # noqa: F811
     asked = config("model.scaling=ls", "train.steps=3", "train.lr=3e-3", "model.keep_function=true")
     experiment.train(asked, store, tmp_path / "ls")

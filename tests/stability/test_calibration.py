@@ -253,3 +253,11 @@ def test_conditions_that_cannot_be_made_up_are_named(told):
     )
     with pytest.raises(ValueError, match=f"no made-up inputs are known for {next(iter(told))}="):
         batches_for(model, "sd", None, [2])
+
+
+@pytest.mark.parametrize("name", ["patch_embed.proj", "mid_block.mlp.fc1", "in_blocks.2.attn.qkv"])
+def test_ruined_weights_are_not_called_flat(uvit, inputs, name):
+    with torch.no_grad():
+        uvit.get_submodule(name).weight.view(-1)[0] = math.nan
+    with pytest.raises(ValueError, match="the model cannot be measured: .* its weights are ruined"):
+        calibrate(uvit, [inputs])

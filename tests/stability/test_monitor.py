@@ -21,6 +21,7 @@ from torch import nn
 import scalelong
 from scalelong import StabilityMonitor
 from scalelong.stability.alarm import Alarm
+from scalelong.stability.levels import NoiseLevels
 from scalelong.stability.monitor import AlarmError, StabilityWarning
 from scalelong.training.guard import NonFiniteError
 from tests.contracts.zoo import CASES
@@ -856,3 +857,57 @@ def test_of_an_input_that_is_not_finite_no_other_learning_rate_is_advised(tmp_pa
             monitor._in_trouble = False
     assert ["learning rate" in str(error) for error in told] == [False, True]
     assert "what this batch is read from" in str(told[0])
+
+
+def test_a_time_that_is_no_number_is_no_time_without_noise():
+    levels = NoiseLevels(0, 1000)
+    levels.add(torch.tensor([BAD, 500.0, 0.0]), torch.tensor([5.0, 1.0, 3.0]))
+    assert levels.take() == {"0 to 100": 3.0, "500 to 600": 1.0, "a time that is no number": 5.0}
+
+
+def test_a_loop_that_goes_on_without_a_loss_shows_that(tmp_path):
+    """Lines of the steps before would look as if all were well."""
+    loop = Loop()
+    monitor = StabilityMonitor(loop.model, tmp_path, interval=5, on_nonfinite=lambda error: None)
+    loop.run(monitor, 20, spoil(loop.model, "in_blocks.1.mlp.fc1"))
+    monitor.close()
+    rows = [row for row in rows_of(tmp_path) if "signals" in row]
+    assert [row["steps not finite"] for row in rows] == [3, 8, 13, 18]
+    assert isinstance(rows[0]["loss"], float)  # of the two that were
+    assert [row["loss"] for row in rows[1:]] == ["NaN"] * 3
+    page = (tmp_path / "report.html").read_text()
+    assert "18 of them were not finite. Loss not finite" in page
+
+
+class Aside(nn.Module):
+    """A block that no loss sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.aside = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.aside(x)
+        return self.used(x)
+
+
+def test_an_output_that_the_loss_does_not_see_is_told_once_and_ends_nothing(tmp_path):
+    model = Aside()
+    with pytest.warns(UserWarning, match="The monitor goes on without the signals of skips"):
+        monitor = StabilityMonitor(model, tmp_path, interval=4)
+    with torch.no_grad():
+        model.aside.weight[0, 0] = BAD
+
+    def train():
+        for _ in range(12):
+            model.zero_grad()
+            loss = model(torch.randn(2, 4)).square().mean()
+            loss.backward()
+            monitor.step(loss)
+
+    with pytest.warns(StabilityWarning, match="the output of aside is not finite; loss and gradients are") as told:
+        train()
+    assert len(told) == 1
+    monitor.close()
+    bad = [row["nonfinite"] for row in rows_of(tmp_path) if "nonfinite" in row]
+    assert [row["what"] for row in bad] == ["output of aside"]

@@ -78,3 +78,10 @@ def test_cifar10_has_the_published_norm_and_tail(tmp_path):
     assert found.mean_square_norm == pytest.approx(0.7944, abs=0.002)
     assert found.share_below_5 == pytest.approx(0.9715, abs=0.003)
     assert found.mean == pytest.approx(1.61, abs=0.05)
+
+
+def test_norms_that_are_not_finite_ask_for_no_kappa():
+    """A NaN sum would mean κ → 0."""
+    norms = Norms(torch.ones(10), torch.tensor([1.0] * 9 + [float("nan")]))
+    with pytest.raises(ValueError, match="1 of 10 noised images have norms that are not finite"):
+        advise_from(norms, "ddpm", 6)

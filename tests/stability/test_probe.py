@@ -2,16 +2,24 @@
 
 import json
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
+import torch
+from typer.testing import CliRunner
 
+import scalelong
+from scalelong import experiment
+from scalelong.cli.main import app
 from scalelong.config import with_overrides
 from scalelong.data.prepare import prepare
 from scalelong.data.sources import digits
 from scalelong.presets import run_preset
+from scalelong.report.kappa import probe_rows
 from scalelong.stability import probe as module
 from scalelong.stability.probe import Plan, Score, judge, kept, probe, ranked, round_members, train_member
+from scalelong.training.log import divergence
 
 TINY = ["model.changes.hidden_size=16", "model.changes.num_layers=4", "train.batch_size=4", "train.ema_rates=0.9"]
 BASE = with_overrides(run_preset("digits"), TINY)
@@ -164,7 +172,7 @@ def test_a_run_that_diverges_has_lost_and_is_not_tried_again(tmp_path):
     base = with_overrides(BASE, ["train.lr=1e30", "train.warmup_steps=0"])
     member = round_members(base, [1.0], [0], 40, tmp_path)[0]
     assert train_member(member, store.folder)
-    assert "not finite" in json.loads((member.folder / module.DIVERGED).read_text())["why"]
+    assert "not finite" in divergence(member.folder)["error"]
     assert module._reached(member.folder) == math.inf
     assert module._window(member.folder, 40) == (math.inf, math.inf)
 
@@ -187,9 +195,44 @@ def test_a_probe_that_was_stopped_goes_on_and_ends_the_same(tmp_path):
         assert all(0 < loss < 5 for s in scores for loss in s.losses)
 
 
+@pytest.mark.slow
+def test_a_network_of_ones_own_is_probed(tmp_path):
+    """Its arguments decide the network, its weights are where every run begins."""
+    mine = scalelong.UViT(
+        sample_size=8, patch_size=4, in_channels=1, hidden_size=32, num_layers=4, num_attention_heads=2
+    )
+    mine.save_pretrained(tmp_path / "mine")
+    store = prepare(digits(), tmp_path / "digits")
+    base = with_overrides(run_preset("digits"), ["train.lr=1e-30", "train.batch_size=4", "train.ema_rates=0.9"])
+    seen = []
+
+    def train(group):
+        seen.extend(group)
+        return [train_member(member, store.folder) for member in group]
+
+    plan = Plan(kappas=(1.0, 0.7), seeds=(0, 1), steps=40, rounds=1)
+    assert probe(base, plan, tmp_path / "runs", train, str(tmp_path / "mine")) is not None
+    assert [member.scaling for member in seen] == ["none", "cs:0.7"] * 2
+    for member in seen:
+        found = experiment.load_run(member.folder).model.state_dict()
+        assert all(torch.allclose(found[name], weight, atol=1e-20) for name, weight in mine.state_dict().items())
+    args = ["kappa", "--probe", "--init", str(tmp_path / "mine"), "--data", str(store.folder), "--dry-run"]
+    output = CliRunner().invoke(app, [*args, "--runs", str(tmp_path / "o")], catch_exceptions=False).output
+    assert '"hidden_size": 32' in output
+
+
 @pytest.mark.parametrize("kappa", [0.5, 0.1234567, 1 / 3])
 def test_a_round_knows_its_kappa_again(kappa):
     """Of a κ that is rounded in the run's name, the best would be left out of the next round."""
     spec = module.spec_of(kappa)
     assert float(spec.removeprefix("cs:")) == kappa
     assert kept([1.0, kappa, 0.9], [float(spec.removeprefix("cs:")), 1.0, 0.9], 2) == [1.0, kappa]
+
+
+def test_who_diverged_is_counted():
+    lost = [score(spec, (INF,) * 3, (INF,) * 3) for spec in ("none", "cs:0.9")]
+    assert judge([lost]).verdict == "every run diverged: take a lower train.lr"
+    once = score("cs:0.9", (0.5, 0.6, INF))
+    assert judge([[NONE, once]]).verdict.endswith("spread over seeds; cs:0.9 diverged in 1 of 3 seeds")
+    rows = probe_rows({"rounds": [[asdict(once) | {"beyond_spread": False}]]})
+    assert rows[0]["loss"] == "0.55 ± 0.05; diverged in 1 of 3"

@@ -10,6 +10,7 @@ import torch
 from scalelong.data.prepare import prepare
 from scalelong.data.sources import digits
 from scalelong.diffusion.process import mean_square_norm, process_named
+from scalelong.report.theory import theory_sections
 from scalelong.stability import robustness, theorems, theory
 from scalelong.stability.noise_ratio import Norms, advise_from
 from scalelong.stability.statements import Check, fit_line, statement_from, verdict
@@ -220,3 +221,18 @@ def test_the_verdicts_of_the_full_size():
         "Direction of CS": "holds only where a pair of blocks enlarges typical changes by more than 1.10",
         "κ from data": "holds only where “mean” is the ratio of means",
     }
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nothing_is_judged_by_what_is_no_number(bad):
+    assert math.isnan(fit_line([1.0, 2.0, bad], [1.0, 2.0, 3.0]).r2)
+    rows = [{"where": "here", "x": float(i), "y": bad if i == 2 else 4.0 * i} for i in range(1, 4)]
+    assert [check.holds for check in theorems.judge_gradients(rows).checks] == [None]
+    keys = ("m0", "sum", "m0_apart", "sum_apart", "skip_sum", "largest", "typical")
+    rows = [{"where": "here", "scaling": "none", **dict.fromkeys(keys, 1.0), "sum": bad, "sum_apart": bad}]
+    gain = robustness.judge_gain(rows)
+    assert [check.holds for check in gain.checks] == [None, None]
+    assert robustness.judge_direction([{"pair": 1.0, "cs": bad, "cs-reversed": 1.0}]).verdict == "not judged"
+    (section,) = theory_sections([gain.as_dict()])
+    assert section.verdict == "It is not judged."
+    assert [row["holds"] for row in section.rows] == ["–", "–"]

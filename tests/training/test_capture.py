@@ -153,22 +153,27 @@ def test_samples_between_captured_steps_change_nothing(store):  # noqa: F811
     assert torch.equal(*found)
 
 
+def unet_stepper(store, *settings):  # noqa: F811
+    """Of a small UNet with dropout."""
+    sizes = ['model.changes={"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1}']
+    sizes += ["model.changes.attention_head_dim=32", "train.batch_size=8", "train.precision=fp32"]
+    asked = with_overrides(run_preset("cifar10-unet"), [*sizes, "train.execution=captured", *settings])
+    run = experiment.fitted_to(asked, store)
+    model = experiment.build_model(run).cuda().train()
+    return Stepper(model, process_named(run.process), Loader(store, seed=0, device="cuda"), run.train)
+
+
+def test_dropout_that_is_drawn_again_is_not_captured(store):  # noqa: F811
+    step = unet_stepper(store, "train.checkpoint_activations=true")
+    assert step.config.execution == "compiled"
+    assert losses_of(step, 5).isfinite().all()
+    assert not step.graphs
+
+
 def test_dropout_in_a_graph_is_drawn_by_the_step(store):  # noqa: F811
-    unet = with_overrides(
-        run_preset("cifar10-unet"),
-        [
-            'model.changes={"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1}',
-            "model.changes.attention_head_dim=32",
-            "train.batch_size=8",
-            "train.execution=captured",
-            "train.precision=fp32",
-        ],
-    )
-    run = experiment.fitted_to(unet, store)
     losses = []
     for first in (0, 3):  # the second run captures at the very step that is compared
-        model = experiment.build_model(run).cuda().train()
-        step = Stepper(model, process_named(run.process), Loader(store, seed=0, device="cuda"), run.train)
+        step = unet_stepper(store)
         step.bad_step.fill_(0)  # frozen: the weights stay those of the start
         for i in range(first, 4):
             step.update(i)

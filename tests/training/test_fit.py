@@ -23,7 +23,7 @@ from scalelong.training import checkpoint
 from scalelong.training import step as step_module
 from scalelong.training.fit import Fit
 from scalelong.training.guard import NonFiniteError
-from scalelong.training.log import NoLog, read_metrics
+from scalelong.training.log import NoLog, divergence, read_metrics
 from scalelong.training.signals import oscillation_index
 from scalelong.training.step import Drawing, Stepper, parameter_groups, warmup
 from scalelong.world import World
@@ -183,6 +183,12 @@ def test_a_nan_stops_before_the_update_names_its_origin_and_loses_nothing(store,
         experiment.train(config("train.steps=20"), store, bad, device="cpu")
     assert error.value.step == 7
     assert same(good, bad)
+    found = divergence(bad)
+    assert (found["step"], found["what"], found["error"]) == (7, "loss", str(error.value))
+    monkeypatch.setattr(Stepper, "_loss", plain)  # a cause that is gone: the log goes on, and says nothing of it
+    experiment.train(config("train.steps=20"), store, bad, device="cpu")
+    assert divergence(bad) is None
+    assert not any("nonfinite" in row for row in read_metrics(bad))
 
 
 def test_a_nan_whose_module_cannot_be_found_for_want_of_memory_is_told_and_loses_nothing(

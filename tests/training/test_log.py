@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from scalelong.report.monitor import write_monitor_report
-from scalelong.training.log import RunLog, commit_of, environment, read_metrics
+from scalelong.training.log import WATCHED, RunLog, commit_of, environment, read_metrics
 
 ROW = {
     "loss": math.nan,
@@ -82,7 +82,9 @@ def test_a_report_is_drawn_of_a_log_with_them(tmp_path, bad):
             more = {"gradient norm": bad if step == 2 else 1.0, "seconds_per_step": 0.1}
             log.write(step, loss=bad if step == 2 else 1.0, signals={"output/a": bad, "skip norm/0": 1.0}, **more)
         log.write(3, alarm={"step": 3, "signal": "loss", "layer": "", "factor": bad, "score": 9.0, "others": []})
-    write_monitor_report(tmp_path, tmp_path / "report.html")
+    about = {"model": "A model.", "first_step": 0, "alarm_learns_steps": 60}
+    (tmp_path / WATCHED).write_text(json.dumps(about))
+    write_monitor_report(tmp_path, tmp_path / "report.html", "StabilityMonitor(model)")
     page = (tmp_path / "report.html").read_text()
     assert f"loss at {bad:.3g} times" in page
 

@@ -103,7 +103,18 @@ def sample(
         x = _scheduled(predict, scheduler_for(process, sampler, clip=clip), noise, steps, progress, indices, seed)
     else:
         x = _SOLVERS[sampler](predict, process, noise, steps, progress)
+    check_finite(x, f"samples, after {steps} steps of {sampler},")  # clamped, an infinity would look like an image
     return x.clamp(-1, 1) if clip else x
+
+
+def check_finite(images: Tensor, what: str) -> None:
+    """Refuse images [B, …] of which any is not finite: as bytes they would be black, or worse."""
+    bad = int((~images.isfinite()).flatten(1).any(1).sum())
+    if bad:
+        raise FloatingPointError(
+            f"{bad:,} of {len(images):,} {what} are not finite: the weights are ruined, or far from having learned "
+            "(an earlier checkpoint, another average or more steps may be better)."
+        )
 
 
 def _on_scheduler(process: Process, sampler: str) -> bool:

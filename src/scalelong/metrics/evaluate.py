@@ -63,8 +63,8 @@ def reference_of(
 ) -> Reference:
     """The data's side, computed once per store and kind of features, and kept under the store's checksum."""
     file = cache and reference_file(store, features.name, cache)
-    if file is not None and file.is_file():
-        return _read(file)
+    if file is not None and file.is_file() and (kept := _read(file)).moments.covariance.isfinite().all():
+        return kept
     starts = range(0, len(store), batch)
     parts = (images_of(store, start, batch) for start in progress(starts, len(starts)))
     reference = _collect((features(images) for images in parts), chosen_of(len(store)))
@@ -154,6 +154,12 @@ def _collect(batches: Iterable[Tensor], chosen: Tensor | None = None) -> Referen
     """Moments of all, and the features of the `chosen` ones, or of the first."""
     moments, kept, count = None, [], 0
     for features in batches:
+        if not features.isfinite().all():  # in a distance one of them would be hidden, or end in linear algebra
+            bad = int((~features.isfinite()).any(1).sum())
+            raise FloatingPointError(
+                f"the features of {bad} of {len(features)} images, from number {count}, are not finite, so that no "
+                "distance can be told; look at these images."
+            )
         part = Moments.of(features)
         moments = part if moments is None else moments + part
         if chosen is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import matplotlib
@@ -27,22 +28,35 @@ _NARROW = 3.0  # values within this factor of each other are as clear without a 
 
 
 def curves(
-    groups: Groups, path: Sequence[str], ylabel: str, *, log: bool = False, marks: Sequence[int] = ()
+    groups: Groups,
+    path: Sequence[str],
+    ylabel: str,
+    *,
+    log: bool = False,
+    marks: Sequence[int] = (),
+    lost: Groups = MappingProxyType({}),
 ) -> str:
-    """One line per scaling, and a dashed one at each of the steps `marks`; empty where no run has logged it."""
-    if not any(run.series(*path)[0] for runs in groups.values() for run in runs):
+    """One line per scaling, and a dashed one at each of the steps `marks`; empty where no run has logged it.
+
+    Runs that were `lost` are thin lines of their scaling's colour that end in a cross.
+    """
+    if not any(run.series(*path)[0] for runs in (*groups.values(), *lost.values()) for run in runs):
         return ""
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure((6, 3.2))
         for colour, (scaling, runs) in enumerate(groups.items()):
             _band(axes, runs, path, f"C{colour}", scaling)
+        for scaling, runs in lost.items():
+            own = f"C{list(groups).index(scaling)}" if scaling in groups else "0.5"
+            for run in runs:
+                _line_to_its_end(axes, run, path, own, "" if scaling in groups else scaling)
         for step in marks:
             axes.axvline(step, color="crimson", ls="--", lw=0.8)
         axes.set(xlabel="step", ylabel=ylabel)
         axes.locator_params(axis="x", integer=True, min_n_ticks=1)
         if log:
             _scale_by_log([axes])
-        if any(groups):
+        if any(groups) or lost:
             axes.legend(frameon=False)
         return _svg(figure)
 
@@ -96,11 +110,28 @@ def coefficients(groups: Groups) -> str:
         for colour, (scaling, runs) in enumerate(groups.items()):
             indices = _skips(runs, "coefficient")
             if indices:
-                table = [[run.last("signals", f"coefficient/{i}") for i in indices] for run in runs]
+                table = [[_last(run, f"coefficient/{i}") for i in indices] for run in runs]
                 _mean_and_range(axes, indices, table, "o-", f"C{colour}", scaling)
         axes.set(xlabel="skip (0 = outermost)", ylabel="coefficient")
         axes.set_ylim(bottom=0, top=1.05 * axes.dataLim.ymax)
         axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+        axes.legend(frameon=False)
+        return _svg(figure)
+
+
+def changes(table: Mapping[str, Sequence[Sequence[float]]], ylabel: str) -> str:
+    """Shares of a change by stretch of the process, a line per scaling; empty where none has any."""
+    if not any(table.values()):
+        return ""
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure((6, 3.2))
+        axes.axhline(0, color="0.6", lw=0.8)
+        for colour, (scaling, rows) in enumerate(table.items()):
+            if rows:
+                middles = [(i + 0.5) / len(rows[0]) for i in range(len(rows[0]))]
+                shares = [[100 * value for value in row] for row in rows]
+                _mean_and_range(axes, middles, shares, "o-", f"C{colour}", scaling)
+        axes.set(xlabel="noise level (0 = clean image, 1 = pure noise)", ylabel=ylabel, xlim=(0, 1))
         axes.legend(frameon=False)
         return _svg(figure)
 
@@ -123,6 +154,13 @@ def _figure(size: tuple[float, float], *grid: int, **how: Any) -> tuple[Any, Any
     return figure, figure.subplots(*grid, **how)
 
 
+def _line_to_its_end(axes: Any, run: Record, path: Sequence[str], colour: str, label: str) -> None:
+    steps, values = run.series(*path)
+    if steps:
+        axes.plot(steps, values, color=colour, lw=0.7, ls="--", label=label or None)
+        axes.plot(steps[-1:], values[-1:], marker="x", color=colour)
+
+
 def _band(axes: Any, runs: Sequence[Record], path: Sequence[str], colour: Any, label: str) -> None:
     found = [run.series(*path) for run in runs]
     found = [(steps, values) for steps, values in found if steps]
@@ -134,7 +172,7 @@ def _band(axes: Any, runs: Sequence[Record], path: Sequence[str], colour: Any, l
 
 
 def _mean_and_range(
-    axes: Any, places: Sequence[int], table: Sequence[Sequence[float]], style: str, colour: Any, label: str
+    axes: Any, places: Sequence[float], table: Sequence[Sequence[float]], style: str, colour: Any, label: str
 ) -> None:
     """A line through the means of the table's columns, and a band from their least to their greatest."""
     columns = list(zip(*table, strict=True))
@@ -163,6 +201,11 @@ def _scale_by_log(panels: Sequence[Any]) -> None:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(_PlainNumbers())
         axes.yaxis.set_minor_formatter(_PlainNumbers())
+
+
+def _last(run: Record, signal: str) -> float:
+    value = run.last("signals", signal)
+    return math.nan if value is None else value
 
 
 def _skips(runs: Sequence[Record], signal: str) -> list[int]:

@@ -102,6 +102,8 @@ def probe_section(found: dict[str, Any]) -> Section:
         return draw
 
     text = "Means over the second half of each round's steps; bars are the range over seeds."
+    if any(not math.isfinite(loss) for scores in found["rounds"] for score in scores for loss in score["losses"]):
+        text += " A κ of which a run diverged has no point."
     svg = drawn([panel("losses", "loss"), panel("oscillations", "oscillation of the gradient norm")])
     return Section(
         "κ from short runs", text, svg, panels=True, verdict=f"{found['verdict']}.", rows=probe_rows(found)
@@ -125,9 +127,10 @@ def probe_rows(found: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _spread(values: list[float]) -> str:
-    if not all(map(math.isfinite, values)):
-        return "diverged"
-    return f"{sum(values) / len(values):.4g} ± {(max(values) - min(values)) / 2:.2g}"
+    finite = [value for value in values if math.isfinite(value)]
+    lost = f"diverged in {len(values) - len(finite)} of {len(values)}" if len(finite) < len(values) else ""
+    told = f"{sum(finite) / len(finite):.4g} ± {(max(finite) - min(finite)) / 2:.2g}" if finite else ""
+    return "; ".join(filter(None, [told, lost]))
 
 
 def _number(bound: dict[str, Any]) -> str:

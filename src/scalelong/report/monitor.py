@@ -1,52 +1,143 @@
-"""The page of a `StabilityMonitor`: what it wrote, drawn."""
+"""The page of one `StabilityMonitor`, or of several side by side: what they wrote, drawn."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scalelong.report import figures
 from scalelong.report.page import Section, write_page
 from scalelong.report.runs import Record
-from scalelong.training.log import read_metrics
+from scalelong.training.log import METRICS, WATCHED, read_metrics
+
+_Paths = dict[str, tuple[str, str]]  # where numbers are in a log, by what they are called in a figure
 
 
-def write_monitor_report(folder: Path, out: Path, about: str = "", if_none: str = "None.") -> None:
-    """Write the page for what a monitor has written so far, `about` a model; `if_none`: where no alarm rang."""
-    record = Record(read_metrics(folder))
-    events = list(_events(record))
-    alarms = Section(
-        "Alarms",
-        "A signal that grew as never before in this training, or a step that was not finite: dashed lines."
-        if events
-        else if_none,
-        rows=events,
-    )
-    drawn = [section for section in _sections(record) if section.svg]
+@dataclass(frozen=True)
+class Watched(Record):
+    """What one monitor has written so far."""
+
+    folder: Path
+    model: str  # in words
+    first_step: int
+    alarm_learns_steps: int
+
+    @property
+    def events(self) -> list[dict[str, str]]:
+        """Alarms, and steps that were not finite."""
+        return list(_events(self))
+
+    @property
+    def seen(self) -> int:
+        """For how many steps the log goes."""
+        return max((row["step"] for row in self.rows), default=self.first_step) - self.first_step
+
+    @property
+    def bad_steps(self) -> int:
+        """How many of them were not finite, as far as it tells."""
+        counted = [row["steps not finite"] for row in self.rows if "steps not finite" in row]
+        return max(counted, default=int(any("nonfinite" in row for row in self.rows)))
+
+    @property
+    def could_ring(self) -> bool:
+        """Whether the alarm had learnt what is usual."""
+        return self.seen > self.alarm_learns_steps
+
+
+def is_watched(folder: Path) -> bool:
+    """Whether a monitor wrote it, and no run of ours."""
+    return (folder / WATCHED).is_file()
+
+
+def read_watched(folder: Path) -> Watched:
+    """A monitor's folder."""
+    about: dict[str, Any] = json.loads((folder / WATCHED).read_text(encoding="utf-8"))
+    rows = read_metrics(folder) if (folder / METRICS).is_file() else []
+    return Watched(rows, folder, **about)
+
+
+def write_monitor_report(folder: Path, out: Path, command: str, seen: int | None = None) -> None:
+    """Write the page about one monitor's training. `seen`: for how many steps the alarm has learnt, where that is
+    known better than by the length of the log, as after a resume."""
+    one = read_watched(folder)
+    seen = one.seen if seen is None else seen
+    silent = "None." if seen > one.alarm_learns_steps else _still_learning(one.alarm_learns_steps, seen)
+    told = "A signal that grew as never before in this training, or a step that was not finite: dashed lines."
+    alarms = Section("Alarms", told if one.events else silent, rows=one.events)
     title = f"Stability of {folder.resolve().name}"
-    write_page(
-        title, f"{about} {_lead(record)}".strip(), [alarms, *drawn], out, f'StabilityMonitor(model, "{folder}")'
-    )
+    write_page(title, f"{one.model} {_lead(one)}", [alarms, *_sections({"": one})], out, command)
 
 
-def _lead(record: Record) -> str:
+def _still_learning(learns: int, seen: int) -> str:
+    return f"None could ring: the alarm learns what is usual in its first {learns} steps, and saw {seen}."
+
+
+def write_monitors_report(folders: Sequence[Path], out: Path, command: str) -> list[dict[str, str]]:
+    """Write the page about several trainings side by side; returns its table."""
+    named = {name: read_watched(folder) for name, folder in zip(_told_apart(folders), folders, strict=True)}
+    rows = [_row(name, one) for name, one in named.items()]
+    events = [{"training": name, **event} for name, one in named.items() for event in one.events]
+    told = "A signal that grew as never before in its training, or a step that was not finite."
+    alarms = Section("Alarms", told if events else "None.", rows=events)
+    title, lead = f"Stability of {', '.join(named)}", f"{len(named)} trainings, each watched by a monitor."
+    write_page(title, lead, [alarms, *_sections(named)], out, command, rows=rows, note=_NOTE)
+    return rows
+
+
+_NOTE = (
+    "Loss and gradient norm: mean of the last ten lines. Oscillation: the index Σ|x_i - x_(i-1)| / Σ|x_i| over the "
+    "last 20. Each is one training: with another seed it may differ by more than these do."
+)
+
+
+def _row(name: str, one: Watched) -> dict[str, str]:
+    return {
+        "training": name,
+        "steps": f"{one.seen:,}",
+        "loss": _shown(one.last("loss", over=10), ".4g"),
+        "gradient norm": _shown(one.last("gradient norm", over=10), ".3g"),
+        "its oscillation": _shown(one.last("oscillation", "gradient norm"), ".2f"),
+        "alarms": str(sum("alarm" in row for row in one.rows)) if one.could_ring else "none could ring yet",
+        "steps not finite": f"{one.bad_steps:,}",
+        "model": one.model,
+    }
+
+
+def _told_apart(folders: Sequence[Path]) -> list[str]:
+    """Their names, with as many of the folders above as it takes."""
+    parts = [folder.resolve().parts for folder in folders]
+    longest = max(map(len, parts))
+    names = (["/".join(part[-depth:]) for part in parts] for depth in range(1, longest + 1))
+    found = next((tried for tried in names if len(set(tried)) == len(tried)), None)
+    if found is None:
+        raise ValueError(f"a page has each training once, got {', '.join(map(str, folders))}.")
+    return found
+
+
+def _lead(record: Watched) -> str:
     steps = [row["step"] for row in record.rows]
     if not record.series("loss")[0]:
         return f"Nothing was observed yet: the training ended {f'at step {steps[-1]}' if steps else 'at once'}."
-    pace = _shown(1000 * record.last("seconds_per_step", over=10), ".3g")
+    pace = _shown(record.last("seconds_per_step", over=10), ".3g", 1000)
     loss, norm = _shown(record.last("loss"), ".4g"), _shown(record.last("gradient norm"), ".3g")
     oscillation = _shown(record.last("oscillation", "gradient norm"), ".2f")
+    bad = f" {record.bad_steps:,} of them were not finite." if record.bad_steps else ""
     return (
-        f"{steps[-1]:,} steps, {pace} ms each. Loss {loss}, gradient norm {norm}, its oscillation index "
+        f"{steps[-1]:,} steps, {pace} ms each.{bad} Loss {loss}, gradient norm {norm}, its oscillation index "
         f"{oscillation} (Σ|x_i - x_(i-1)| / Σ|x_i| over the last 20 looks)."
     )
 
 
-def _shown(number: float, form: str) -> str:
+def _shown(number: float | None, form: str, times: float = 1) -> str:
     """A dash for what was not logged, or cannot be told yet."""
-    return "–" if math.isnan(number) else format(number, form)
+    if number is None:
+        return "–"
+    return format(times * number, form) if math.isfinite(number) else "not finite"
 
 
 def _events(record: Record) -> Iterator[dict[str, str]]:
@@ -64,43 +155,65 @@ def _events(record: Record) -> Iterator[dict[str, str]]:
             yield {"step": str(row["step"]), "what": f"the {bad['what']} is not finite; {bad['culprit']}"}
 
 
-def _sections(record: Record) -> list[Section]:
-    one = {"": [record]}
-    marks = [row["step"] for row in record.rows if "alarm" in row or "nonfinite" in row]
+def _sections(named: Mapping[str, Watched]) -> list[Section]:
+    """Those that have something to show. Lines of one training are marked where an alarm rang; what has a line per
+    block or noise level has a section for each training."""
+    groups = {name: [one] for name, one in named.items()}
+    alone = next(iter(named.values())) if len(named) == 1 else None
+    marks = [row["step"] for row in alone.rows if "alarm" in row or "nonfinite" in row] if alone else []
 
-    def curve(heading: str, text: str, *path: str) -> Section:
-        return Section(
-            heading, text, figures.curves(one, path or (heading.lower(),), heading.lower(), log=True, marks=marks)
-        )
+    def curve(heading: str, text: str) -> Section:
+        drawn = figures.curves(groups, (heading.lower(),), heading.lower(), log=True, marks=marks)
+        return Section(heading, text, drawn)
 
-    def blocks(kind: str) -> dict[str, tuple[str, str]]:
-        names = {key: None for row in record.rows for key in row.get("signals", {}) if key.startswith(f"{kind}/")}
-        return {name.partition("/")[2]: ("signals", name) for name in names}
+    def each(
+        heading: str, text: str, paths: Callable[[Record], dict[str, tuple[str, str]]], label: str
+    ) -> list[Section]:
+        return [
+            Section(f"{heading}: {name}" if name else heading, text, figures.lines(one, paths(one), label))
+            for name, one in named.items()
+        ]
 
-    noise = {key: ("loss by noise", key) for row in record.rows for key in row.get("loss by noise", {})}
-    skip_panels = (
-        (
-            "Feature norms at the skips",
-            "Of each skip as it meets the main path. Dark is outermost.",
-            "skip norm",
-            "norm",
-        ),
-        ("Gradient norms at the skips", "Of the block that merges each skip.", "merge gradient", "gradient norm"),
-        ("Skip against main path", "The skip's norm over that of the main path.", "skip to main", "skip / main"),
-        ("Coefficients", "What each skip is multiplied by; a gate's mean.", "coefficient", "coefficient"),
-    )
-    return [
+    skips = [
+        Section(heading, text, figures.per_skip(groups, key, label), panels=alone is None)
+        for heading, text, key, label in _AT_SKIPS
+    ]
+    found = [
         curve("Loss", "Mean since the last look."),
-        Section("Loss by noise level", "By timestep, from dark to light.", figures.lines(record, noise, "loss")),
+        *each("Loss by noise level", "By timestep, from dark to light.", _noise_levels, "loss"),
         curve("Gradient norm", "Of all parameters, as the monitor saw them."),
         curve("Weight norm", "Of all parameters."),
-        *(Section(h, t, figures.per_skip(one, key, label)) for h, t, key, label in skip_panels),
-        Section(
-            "Updates",
-            "‖Δw‖ / ‖w‖ of each block in one step.",
-            figures.lines(record, blocks("update"), "update / weight"),
-        ),
-        Section(
-            "Outputs", "Root mean square of each block's output.", figures.lines(record, blocks("output"), "RMS")
-        ),
+        *skips,
+        *each("Updates", "‖Δw‖ / ‖w‖ of each block in one step.", partial(_blocks, "update"), "update / weight"),
+        *each("Outputs", "Root mean square of each block's output.", partial(_blocks, "output"), "RMS"),
     ]
+    return [section for section in found if section.svg]
+
+
+_AT_SKIPS = (
+    (
+        "Feature norms at the skips",
+        "Of each skip as it meets the main path. Dark is outermost.",
+        "skip norm",
+        "norm",
+    ),
+    ("Gradient norms at the skips", "Of the block that merges each skip.", "merge gradient", "gradient norm"),
+    ("Skip against main path", "The skip's norm over that of the main path.", "skip to main", "skip / main"),
+    ("Coefficients", "What each skip is multiplied by; a gate's mean.", "coefficient", "coefficient"),
+)
+
+
+def _noise_levels(record: Record) -> _Paths:
+    names = {key for row in record.rows for key in row.get("loss by noise", {})}
+    return {key: ("loss by noise", key) for key in sorted(names, key=_lowest)}
+
+
+def _lowest(level: str) -> float:
+    """Of a range, such as `0 to 100`; the times that were no numbers come last."""
+    low, to, _ = level.partition(" to ")
+    return float(low) if to else math.inf
+
+
+def _blocks(kind: str, record: Record) -> _Paths:
+    names = {key: None for row in record.rows for key in row.get("signals", {}) if key.startswith(f"{kind}/")}
+    return {name.partition("/")[2]: ("signals", name) for name in names}

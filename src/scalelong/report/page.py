@@ -11,51 +11,59 @@ from typing import Any
 from scalelong.config import RunConfig
 from scalelong.data.files import write_whole
 from scalelong.report import figures
-from scalelong.report.runs import (
-    Run,
-    by_scaling,
-    finding,
-    has_quality,
-    quality_key,
-    ran_together,
-    set_apart,
-    summary_rows,
-)
+from scalelong.report.compared import Groups, changes_by_noise, conclude_by_noise, finding, summary_rows
+from scalelong.report.runs import Run, by_scaling, has_quality, quality_key, ran_together, set_apart
 from scalelong.version import __version__
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
-def write_report(
-    runs: list[Run], out: Path, command: str, more: Sequence[Section] = (), lost: Sequence[str] = ()
-) -> None:
-    """Write the page for these runs, with more sections behind their own; `lost`: what became of others."""
-    groups = by_scaling(runs)
-    first = runs[0]
+def write_report(runs: list[Run], out: Path, command: str, more: Sequence[Section] = ()) -> None:
+    """Write the page for these runs, with more sections behind their own.
+
+    Those that diverged are named and drawn to their end, and stand in no table.
+    """
+    ended = [run for run in runs if not run.divergence]
+    groups = by_scaling(ended)
+    sections = _sections(groups, by_scaling([run for run in runs if run.divergence]))
     _write(
         out,
         title=_title(runs),
-        finding=" ".join([*lost, finding(groups)]).strip(),
+        finding=" ".join([*diverged(runs), finding(by_scaling(runs))]).strip(),
         lead=_lead(runs),
-        note=_note(runs),
+        note=_note(ended) if ended else "",
         rows=summary_rows(groups),
-        sections=[*(section for section in _sections(groups) if section.svg), *more],
-        grids=[(f"{r.scaling}, seed {r.config.train.seed}", _encode(r.grid)) for r in runs if r.grid],
+        sections=[*(section for section in sections if section.svg), *more],
+        grids=[(f"{r.scaling}, seed {r.config.train.seed}", _encode(r.grid)) for r in ended if r.grid],
         caveats=_caveats(runs),
         command=command,
-        hardware=_hardware(first),
+        hardware=_hardware(runs[0]),
     )
 
 
-def write_page(title: str, lead: str, sections: Sequence[Section], out: Path, command: str) -> None:
+def diverged(runs: Sequence[Run]) -> list[str]:
+    """A sentence for each run that did."""
+    return [f"{run.name} diverged: {run.divergence}" for run in runs if run.divergence]
+
+
+def write_page(
+    title: str,
+    lead: str,
+    sections: Sequence[Section],
+    out: Path,
+    command: str,
+    *,
+    rows: Sequence[Mapping[str, str]] = (),
+    note: str = "",
+) -> None:
     """Write a page that is not about runs."""
     _write(
         out,
         title=title,
         finding="",
         lead=lead,
-        note="",
-        rows=[],
+        note=note,
+        rows=rows,
         sections=sections,
         grids=[],
         caveats=[],
@@ -86,19 +94,30 @@ class Section:
     note: str = ""
 
 
-def _sections(groups: dict[str, list[Run]]) -> list[Section]:
-    key, name = quality_key([run for runs in groups.values() for run in runs])
+def _sections(groups: Groups, lost: Groups) -> list[Section]:
+    every = [run for runs in groups.values() for run in runs]
+    key, name = quality_key(every)
     band = " The band is the range over seeds." if any(len(runs) > 1 for runs in groups.values()) else ""
+    by_noise = changes_by_noise(groups)
+    whole = {} if "none" in lost else {name: rows for name, rows in by_noise.items() if name not in lost}
+    cross = " A line that ends in a cross is of a run that diverged there." if lost else ""
     return [
         Section(
             "Loss",
-            f"Mean squared error of the noise prediction.{band}",
-            figures.curves(groups, ("loss",), "loss", log=True),
+            f"Mean squared error of the noise prediction.{band}{cross}",
+            figures.curves(groups, ("loss",), "loss", log=True, lost=lost),
         ),
         Section(
             "Loss on held-out images",
             "Of the averaged weights, on images that no run saw: the same images, times and noise for all.",
             figures.curves(groups, ("held out", "loss"), "held-out loss", log=True),
+        ),
+        Section(
+            "Where in the process",
+            "The held-out loss at the end against that of none with the same seed, by noise level: below 0 is "
+            f"better than none.{band}",
+            figures.changes(by_noise, "held-out loss against none's, %"),
+            verdict="" if set_apart(every) else conclude_by_noise(whole),
         ),
         Section(
             "Quality against steps",
@@ -108,8 +127,8 @@ def _sections(groups: dict[str, list[Run]]) -> list[Section]:
         ),
         Section(
             "Gradient norm",
-            "Of all parameters, before clipping.",
-            figures.curves(groups, ("gradient norm",), "gradient norm", log=True),
+            f"Of all parameters, before clipping.{cross}",
+            figures.curves(groups, ("gradient norm",), "gradient norm", log=True, lost=lost),
         ),
         Section(
             "Feature norms at the skips",

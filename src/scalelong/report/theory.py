@@ -13,6 +13,9 @@ from scalelong.report.page import Section
 Statement = dict[str, Any]
 
 
+_HOLDS = {True: "yes", False: "no", None: "–"}
+
+
 def theory_sections(statements: Sequence[Statement]) -> list[Section]:
     """One section per statement."""
     return [
@@ -21,9 +24,9 @@ def theory_sections(statements: Sequence[Statement]) -> list[Section]:
             statement["claim"],
             _FIGURES[statement["name"]](statement) if statement["name"] in _FIGURES else "",
             panels=len({row.get("where") for row in statement["rows"]}) > 1,
-            verdict=f"It {statement['verdict']}.",
+            verdict=f"It {statement['verdict']}.".replace("It not", "It is not"),
             rows=[
-                {"where": check["where"], "holds": "yes" if check["holds"] else "no", "found": check["found"]}
+                {"where": check["where"], "holds": _HOLDS[check["holds"]], "found": check["found"]}
                 for check in statement["checks"]
             ],
             note=f"Rule: {statement['rule']} {statement['remark']}",

@@ -29,14 +29,24 @@ def panels(count: int, *, width: float = 4.2, height: float = 3.2) -> tuple[Any,
 
 
 def draw_curves(axes: Any, found: Data, ylabel: str, *, log: bool = True) -> None:
-    """One line per variant: the mean over seeds, and their range as a band."""
+    """One line per variant: the mean over seeds, and their range as a band. A run that diverged is a thin line that
+    ends in a cross, and in no mean."""
     for name, runs in found.items():
-        steps = sorted(set.intersection(*(set(run["steps"]) for run in runs))) if runs else []
-        table = [[dict(zip(run["steps"], run["values"], strict=True))[s] for run in runs] for s in steps]
-        if not table:
-            continue
         colour = colour_of(name)
-        axes.plot(steps, [sum(row) / len(row) for row in table], color=colour, label=name, lw=1.4)
+        lost = [run for run in runs if not all(map(math.isfinite, run["values"]))]
+        for run in lost:
+            points = [(s, v) for s, v in zip(run["steps"], run["values"], strict=True) if math.isfinite(v)]
+            axes.plot(*zip(*points, strict=True) if points else ([], []), color=colour, lw=0.7, ls="--")
+            axes.plot(*zip(*points[-1:], strict=True) if points else ([], []), "x", color=colour)
+        told = f"{name} ({len(lost)} diverged)" if lost else name
+        whole = [run for run in runs if run not in lost]
+        steps = sorted(set.intersection(*(set(run["steps"]) for run in whole))) if whole else []
+        table = [[dict(zip(run["steps"], run["values"], strict=True))[s] for run in whole] for s in steps]
+        if not table:
+            if lost:
+                axes.plot([], [], color=colour, label=told)
+            continue
+        axes.plot(steps, [sum(row) / len(row) for row in table], color=colour, label=told, lw=1.4)
         axes.fill_between(steps, list(map(min, table)), list(map(max, table)), color=colour, alpha=0.2, lw=0)
     axes.set(xlabel="step", ylabel=ylabel, **({"yscale": "log"} if log else {}))
     several = any(len(runs) > 1 for runs in found.values())

@@ -55,7 +55,10 @@ def collect(folders: Folders, store: Store) -> Data:
 
     def distance(config: RunConfig, network: nn.Module) -> float:
         samples = experiment.drawn(config, network, range(num), batch=256, seed=1, steps=steps)
-        return quality_of(samples, reference, features, "").fid
+        try:
+            return quality_of(samples, reference, features, "").fid
+        except FloatingPointError:  # noise was too much for it
+            return math.inf
 
     curves = {}
     for name, runs in folders.items():
@@ -69,6 +72,8 @@ def draw(data: Data) -> Any:
     for name, runs in data["curves"].items():
         for number, run in enumerate(runs):
             label = name if number == 0 else None
+            if not any(map(math.isfinite, run)):
+                label = f"{name}, diverged"
             axes[0].plot(data["levels"], run, "o-", ms=3, color=colour_of(name), label=label)
             axes[1].plot(data["levels"], [v - run[0] for v in run], "o-", ms=3, color=colour_of(name), label=label)
     axes[0].set(xlabel="extra noise on every input", ylabel=data["measure"])
@@ -79,7 +84,7 @@ def draw(data: Data) -> Any:
 
 def added(run: list[float]) -> float:
     """What the largest noise adds; a run that diverged has no distance to add to."""
-    return run[-1] - run[0] if math.isfinite(run[0]) else math.inf
+    return run[-1] - run[0] if math.isfinite(run[0]) and math.isfinite(run[-1]) else math.inf
 
 
 def judge(data: Data) -> Statement:

@@ -33,8 +33,11 @@ def draw(data: Data) -> Any:
     draw_curves(axes[0], data["curves"], data["measure"])
     gains = speedups(data)
     for place, values in enumerate(gains.values()):
-        axes[1].plot([place] * len(values), values, "ko", ms=4)
-        axes[1].bar(place, min(values), color="C0", alpha=0.4)
+        finite = [value for value in values if math.isfinite(value)]
+        axes[1].plot([place] * len(finite), finite, "ko", ms=4)
+        axes[1].bar(place, min(finite, default=0.0), color="C0", alpha=0.4)
+        if ahead := len(values) - len(finite):  # by more than any number: only none diverged there
+            axes[1].text(place, 0.02, f"∞ ({ahead})", ha="center", transform=axes[1].get_xaxis_transform())
     axes[1].axhline(PAPER_SPEEDUP, color="C3", ls=":", label="paper: at least 1.5")
     axes[1].set_xticks(range(len(gains)), list(gains))
     axes[1].set(ylabel="times fewer steps (0: never)")
@@ -47,7 +50,7 @@ def judge(data: Data) -> Statement:
     checks, ends = [], last(data["curves"])
     for name, values in speedups(data).items():
         if name in ("CS", "LS"):
-            worse = sum(end > plain for end, plain in zip(ends[name], ends["none"], strict=True))
+            worse = sum(_rank(end) > _rank(plain) for end, plain in zip(ends[name], ends["none"], strict=True))
             found = f"times fewer steps, seed by seed: {', '.join(f'{v:.2f}' if v else 'never' for v in values)}"
             found += f"; ends worse in {worse} of {len(values)}" if worse else ""
             holds = told_by(values, min(values) >= PAPER_SPEEDUP and not worse)
@@ -65,10 +68,16 @@ def speedups(data: Data) -> dict[str, list[float]]:
     }
 
 
+def _rank(value: float) -> float:
+    """No number is as bad as one that is infinite."""
+    return math.inf if math.isnan(value) else value
+
+
 def _speedup(run: Data, plain: Data) -> float:
-    if math.inf in run["values"][-1:]:
+    ends = [_rank(value) for curve in (run, plain) for value in curve["values"][-1:]]
+    if math.inf in ends[:1]:
         return 0.0
-    if math.inf in plain["values"][-1:]:
+    if math.inf in ends[1:]:
         return math.inf
     reached = first_reached(run["steps"], run["values"], plain["values"][-1])
     return 0.0 if reached is None else plain["steps"][-1] / reached

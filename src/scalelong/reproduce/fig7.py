@@ -72,11 +72,11 @@ def judge(data: Data) -> Statement:
     """Decay, and the band."""
     seeds = data["gates"]
     trained = [gates for gates in seeds if gates is not None]
-    slopes = [float(np.polyfit(range(len(gates)), np.log(gates), 1)[0]) for gates in trained]
+    slopes = [_slope(gates) for gates in trained]
     inside = [BAND[0] ** i <= gate <= BAND[1] ** i for gates in trained for i, gate in enumerate(gates) if i > 0]
     fitted = "κ fitted: " + ", ".join(f"{np.exp(slope):.3f}" for slope in slopes)
     lost = f"; {len(seeds) - len(trained)} diverged" if len(trained) < len(seeds) else ""
-    falls = not lost and bool(max(slopes) <= np.log(BAND[1]))
+    falls = not lost and all(slope <= np.log(BAND[1]) for slope in slopes)  # not so of a slope that is no number
     return Statement(
         name="fig7",
         claim=REPRODUCTION.claim,
@@ -90,6 +90,12 @@ def judge(data: Data) -> Statement:
             ),
         ],
     )
+
+
+def _slope(gates: list[float]) -> float:
+    """Of a line through the logarithms; none where a gate is shut or no number."""
+    logarithms = np.log(gates, where=np.asarray(gates) > 0, out=np.full(len(gates), np.nan))
+    return float(np.polyfit(range(len(gates)), logarithms, 1)[0]) if np.isfinite(logarithms).all() else float("nan")
 
 
 REPRODUCTION = Reproduction(

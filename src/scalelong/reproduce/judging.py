@@ -12,8 +12,8 @@ Values = Mapping[str, Sequence[float]]
 
 
 def clearly_below(low: Sequence[float], high: Sequence[float]) -> bool:
-    """Every seed of the one lies below every seed of the other."""
-    return max(low) < min(high)
+    """Every seed of the one lies below every seed of the other; what is no number lies nowhere."""
+    return not any(map(math.isnan, (*low, *high))) and max(low) < min(high)
 
 
 def below(values: Values, better: str, worse: str, where: str | None = None) -> Check:
@@ -21,7 +21,9 @@ def below(values: Values, better: str, worse: str, where: str | None = None) -> 
     low, high = values[better], values[worse]
     holds = told_by(min(low, high, key=len), clearly_below(low, high))
     remark = ""
-    if holds is None:
+    if nowhere := sum(map(math.isnan, (*low, *high))):
+        holds, remark = None, f"; {nowhere} of {len(low) + len(high)} are no numbers"
+    elif holds is None:
         remark = "; one seed has no spread"
     elif not holds:
         remark = "; clearly the other way round" if clearly_below(high, low) else "; the ranges overlap"
@@ -42,5 +44,7 @@ def luck(won: int, lost: int) -> float:
 
 def show(values: Sequence[float]) -> str:
     """Mean and range over seeds."""
+    if any(map(math.isnan, values)):
+        return ", ".join(f"{value:.4g}" for value in values)
     mean = sum(values) / len(values)
     return f"{mean:.4g} ({min(values):.4g} … {max(values):.4g})" if len(values) > 1 else f"{mean:.4g}"

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from itertools import accumulate, product
 from typing import Any
 
-from scalelong.comparison import DIGITS_SETTINGS, DIVERGED
+from scalelong.comparison import DIGITS_SETTINGS
 from scalelong.data.store import Store
+from scalelong.report.runs import read_run
 from scalelong.reproduce.drawing import panels
 from scalelong.reproduce.judging import luck
 from scalelong.reproduce.plan import Data, Folders, Plan, Reproduction, Variant
-from scalelong.reproduce.running import read_ended
 from scalelong.stability.statements import Check, Statement
+from scalelong.training.log import divergence
 
 DEPTHS, RATES, BATCHES = (4, 12, 20), ("3e-3", "1e-2", "3e-2", "1e-1"), (8, 32)
 # A constant ½ is where the gates of LS begin: what it does as well is not theirs.
@@ -67,7 +67,7 @@ def collect(folders: Folders, store: Store) -> Data:
     for name, runs in folders.items():
         scaling, depth, rate, batch = name.split(", ")
         for folder in runs:
-            run, ended = read_ended(folder), folder / DIVERGED
+            run, bad = read_run(folder), divergence(folder)
             losses = run.series("loss")[1]
             cells.append(
                 {
@@ -76,9 +76,9 @@ def collect(folders: Folders, store: Store) -> Data:
                     "lr": rate,
                     "batch": int(batch),
                     "seed": run.config.train.seed,
-                    "outcome": outcome(losses, ended.is_file()),
+                    "outcome": outcome(losses, bad is not None),
                     "last loss": statistics.median(losses[-10:]) if losses else None,
-                    "diverged at": json.loads(ended.read_text())["step"] if ended.is_file() else None,
+                    "diverged at": bad["step"] if bad is not None else None,
                 }
             )
     return {"cells": cells}

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from scalelong import experiment
-from scalelong.comparison import DIVERGED, Member, diverged, run_all
+from scalelong.comparison import Member, diverged, run_all
 from scalelong.config import resolved_for
 from scalelong.data.store import Store
-from scalelong.report.runs import Run, read_run
+from scalelong.report.runs import read_run
 from scalelong.reproduce.plan import Data, Folders
-from scalelong.training.log import METRICS, read_metrics
+from scalelong.training.log import METRICS, divergence, read_metrics
 
 
 def train_all(
@@ -53,11 +52,6 @@ def folders_of(group: Sequence[Member]) -> Folders:
     return found
 
 
-def read_ended(folder: Path) -> Run:
-    """A run that has come to its end; one that diverged may have logged nothing before."""
-    return read_run(folder, may_be_empty=diverged(folder))
-
-
 def curves(folders: Folders, *path: str) -> Data:
     """A logged number of every run: {variant: [{"steps", "values"} of each seed]}; ∞ at the end of who diverged.
 
@@ -66,9 +60,9 @@ def curves(folders: Folders, *path: str) -> Data:
     found: dict[str, list[Data]] = {name: [] for name in folders}
     for name, runs in folders.items():
         for folder in runs:
-            steps, values = read_ended(folder).series(*path)
-            if diverged(folder):
-                steps.append(json.loads((folder / DIVERGED).read_text())["step"] + 1)  # the update that failed
+            steps, values = read_run(folder).series(*path)
+            if (bad := divergence(folder)) is not None:
+                steps.append(bad["step"] + 1)  # the update that failed
                 values.append(float("inf"))
             found[name].append({"steps": steps, "values": values})
     return found
@@ -78,7 +72,7 @@ def quality(folders: Folders) -> Data:
     """The curves of FID, or of its stand-in on pixels, and which it is."""
     every = [folder for runs in folders.values() for folder in runs]
     for key, name in (("fid", "FID-10k"), ("pixel_fid", "pixel FID")):
-        if any(read_ended(folder).series("quality", key)[0] for folder in every):
+        if any(read_run(folder).series("quality", key)[0] for folder in every):
             return {"measure": name, "curves": curves(folders, "quality", key)}
     if all(map(diverged, every)):
         return {"measure": "quality", "curves": curves(folders, "quality")}

@@ -167,8 +167,13 @@ def build_model(config: RunConfig, device: str = "cpu") -> nn.Module:
             raise ValueError(f"model.changes does not suit {config.model.preset} ({error}).") from error
     if config.train.checkpoint_activations:
         model.enable_gradient_checkpointing(_checkpointing(model))  # type: ignore[operator]
+    return placed(model, config, device)
+
+
+def placed(model: nn.Module, config: RunConfig, device: str) -> nn.Module:
+    """On its device, where convolutions have an order of their own."""
     if device.startswith("cuda") and model_preset(config.model.preset).backbone != "uvit":
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # convolutions' own order
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model.to(device)
 
 

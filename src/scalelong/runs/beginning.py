@@ -21,7 +21,7 @@ from scalelong.config import RunConfig, from_dict, to_dict
 from scalelong.data.contexts import KeptText, check_same_encoder
 from scalelong.data.files import write_whole
 from scalelong.presets import model_preset
-from scalelong.runs.assembly import build_model, drawn_by
+from scalelong.runs.assembly import build_model, drawn_by, placed
 from scalelong.runs.data import RunData
 from scalelong.runs.folder import CONFIG, TEXT, differences, last_step, load_run, read_config, run_config
 from scalelong.saving import load, local_folder, model_class, recorded_scaling
@@ -125,12 +125,13 @@ class Weights(Beginning):
             _fill(model, given, self.source)
             return model
         plain = replace(config.model, scaling="none", placement="concat", keep_function=False)
-        model = build_model(replace(config, model=plain), device)
+        # Gates are drawn where the weights are: on the CPU, whose numbers the seed decides.
+        model = build_model(replace(config, model=plain), "meta" if device == "meta" else "cpu")
         _fill(model, given, self.source)
         if config.model.scaling != "none":
             with drawn_by(config.train.seed):
                 apply(model, **{name: getattr(config.model, name) for name in _OF_THE_SCALING})
-        return model
+        return placed(model, config, device)
 
     def told(self) -> str:
         """How, for people."""

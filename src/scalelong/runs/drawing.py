@@ -18,7 +18,7 @@ from scalelong.data.latents import Autoencoder, AutoencoderError, fingerprint, l
 from scalelong.data.random import permutation
 from scalelong.data.store import Store
 from scalelong.diffusion.process import Cosine, Process
-from scalelong.diffusion.sampling import check_request, sample
+from scalelong.diffusion.sampling import check_finite, check_request, sample
 from scalelong.runs.assembly import num_classes, process_of
 from scalelong.world import default_device
 
@@ -58,7 +58,11 @@ def draw(
     shape, decoder = _drawn_shape(config), autoencoder_of(config, str(device))
     how["clip"] = decoder is None
     drawn = sample(model, process_of(config), indices, shape, seed=seed, labels=labels, **how)
-    return drawn if decoder is None else decoder.decoded(drawn)
+    if decoder is None:
+        return drawn
+    images = decoder.decoded(drawn)
+    check_finite(images, "decoded samples")
+    return images
 
 
 def drawn(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from scalelong.training.posthoc import SNAPSHOTS
 from scalelong.training.sharding import gather_into
 
 Walk = Callable[[Iterable[Any]], Iterable[Any]]
+Figures = Mapping[str, float | list[float]]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Judge:
     """
 
     name: str
-    figures_of: Callable[[nn.Module, Walk], dict[str, float]]
+    figures_of: Callable[[nn.Module, Walk], Figures]
     every: int | None = None
     about: str = ""  # what was asked, logged with the figures: asked otherwise, a run that is done is judged again
 
@@ -78,7 +80,11 @@ def events_of(
     def save_grid(step: int) -> None:
         with averaged(settled()) as model:
             if model is not None:
-                images = draw(config, model, 16, seed=0, context=context, progress=fit.points)
+                try:
+                    images = draw(config, model, 16, seed=0, context=context, progress=fit.points)
+                except FloatingPointError as error:  # of samples: what the training does is the guard's matter
+                    warnings.warn(f"no picture at step {step}: {error}", stacklevel=1)
+                    return
                 write_grid(images, grid_of(step))
 
     def keep_snapshot(step: int) -> None:
@@ -92,7 +98,7 @@ def events_of(
         found: dict[str, Any] = {"of": judge.about, "ema": settled().rate}
         for ema in fit.emas:
             with averaged(ema) as model:
-                figures = judge.figures_of(model, fit.points) if model is not None else {}
+                figures: Figures = judge.figures_of(model, fit.points) if model is not None else {}
             found |= {f"{name} at {ema.rate}": value for name, value in figures.items()}
             found |= figures if ema is settled() else {}
         log.write(step, **{judge.name: found})

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from scalelong.data.files import partial_of, write_whole, written_whole
+from scalelong.diffusion.sampling import check_finite
 from scalelong.runs.claim import claimed
 from scalelong.runs.folder import differences
 from scalelong.world import World
@@ -170,6 +171,7 @@ def pixels_of(images: Tensor) -> Tensor:
     """[-1, 1] to bytes, where they are."""
     if images.dtype is torch.uint8:
         return images
+    check_finite(images, "images")
     return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -94,6 +95,7 @@ def calibrate(
     with probing(model) as probes:
         first = [probe.coefficient for probe in probes.scales]
         variances = measure_variances(probes, batches)
+        _check_finite(probes, variances)
         # At 1, as a norm behind the merge undoes another number in part: a gain is not the coefficient's alone.
         set_coefficients(probes, [1.0] * len(first))
         pairs, middle = pair_gains(probes, gain_inputs, iterations)
@@ -101,6 +103,9 @@ def calibrate(
         whole = whole_jacobian(model, gain_inputs)
         largest, typical = whole.largest_gain(iterations).mean().item(), whole.typical_gain().mean().item()
         directions = direction_gains(probes, gain_inputs)
+        gains = [*pairs, middle, largest, typical, *chain.from_iterable(directions.values())]
+        if not all(map(math.isfinite, gains)):
+            raise ValueError("the model cannot be measured: its gains are not finite; its weights are ruined.")
         balance = min(part / main for main, part in variances) if balance is None else balance
         coefficients, flat = flatten(probes, batches, balance)
         merges = [
@@ -127,6 +132,14 @@ def calibrate(
         coefficients=coefficients,
         flat_gains=flat,
     )
+
+
+def _check_finite(probes: Probes, variances: Sequence[tuple[float, float]]) -> None:
+    """Of ruined weights nothing can be said: every comparison with a NaN would find the gain flat."""
+    bad = [s.index for s, pair in zip(probes.skips, variances, strict=True) if not all(map(math.isfinite, pair))]
+    if bad or not all(main > 0 for main, _ in variances):
+        what = f"skip {bad[0]}'s merge gets numbers that are not finite" if bad else "a main path brings nothing"
+        raise ValueError(f"the model cannot be measured: {what}; its weights are ruined, or its inputs are.")
 
 
 def _concluded(merges: list[Merge], coefficients: list[float], **measured: Any) -> Calibration:

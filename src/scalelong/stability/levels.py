@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 LEVELS = 10
+NO_TIME = "a time that is no number"
 
 
 class NoiseLevels:
@@ -18,7 +19,7 @@ class NoiseLevels:
             )
         self.low, self.high = low, high
         width = (high - low) / LEVELS
-        self.names = [f"{low + i * width:g} to {low + (i + 1) * width:g}" for i in range(LEVELS)]
+        self.names = [f"{low + i * width:g} to {low + (i + 1) * width:g}" for i in range(LEVELS)] + [NO_TIME]
         self.sums: Tensor | None = None
 
     @torch.no_grad()
@@ -32,9 +33,10 @@ class NoiseLevels:
                 "take the loss with reduction='none'."
             )
         each = losses.flatten(1).mean(1) if losses.dim() > 1 else losses
-        place = ((timesteps.float() - self.low) / (self.high - self.low) * LEVELS).long().clamp(0, LEVELS - 1)
+        share = (timesteps.float() - self.low) / (self.high - self.low) * LEVELS
+        place = torch.where(share.isfinite(), share.long().clamp(0, LEVELS - 1), LEVELS)
         if self.sums is None:
-            self.sums = torch.zeros(2, LEVELS, device=each.device)
+            self.sums = torch.zeros(2, len(self.names), device=each.device)
         self.sums.index_add_(1, place.to(each.device), torch.stack([each, torch.ones_like(each)]))
 
     def take(self) -> dict[str, float]:

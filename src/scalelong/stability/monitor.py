@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import warnings
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from scalelong.data.files import write_whole
 from scalelong.skips.apply import is_compiled, is_sharded, scaling_of, unwrapped
 from scalelong.skips.sites import UnsupportedModelError
 from scalelong.stability.alarm import LEARNING, Alarm, Detector
@@ -24,7 +26,7 @@ from scalelong.stability.levels import NoiseLevels
 from scalelong.stability.pulse import ANY, UNSEEN, Pulse, Values
 from scalelong.stability.replay import BAD_INPUT, StepCalls
 from scalelong.training.guard import NonFiniteError
-from scalelong.training.log import METRICS, NoLog, RunLog
+from scalelong.training.log import METRICS, WATCHED, NoLog, RunLog
 from scalelong.training.signals import Observer, Oscillation, Signals
 from scalelong.training.trackers import check_logger
 
@@ -35,7 +37,6 @@ _ADVICE = (
     "of fp16 may help."
 )
 _ADVICE_ON_DATA = "The monitor has changed nothing. Look at what this batch is read from, and what is done to it."
-_STILL_LEARNING = f"None could ring: the alarm learns what is usual in its first {LEARNING} steps, and saw {{}}."
 _INSIDE_A_GRAPH = (
     "A part of the model was compiled, or is checkpointed with use_reentrant=True, and its hooks are not called; "
     "compile it by torch.compile(model) and give the monitor the result, or checkpoint with use_reentrant=False."
@@ -109,13 +110,15 @@ class StabilityMonitor:
         self.steps = self._first_step = first_step
         self.alarms: list[Alarm] = []
         self.skipped_steps = 0  # left out by the GradScaler
+        self.bad_steps = self._bad_steps_written = 0  # not finite, in a loop that went on
+        self._told_outputs: set[str] = set()
         with ExitStack() as undone_if_refused:
             self._call = StepCalls(model)
             undone_if_refused.callback(self._call.close)
             self.pulse = Pulse(self.model, self._call)
             undone_if_refused.callback(self.pulse.close)
             self.observer = _observer(self.model, self._call)
-            self.log = _open_log(self.folder, logger, first_step)
+            self.log = _open_log(self.folder, logger, first_step, _described(self.model))
             undone_if_refused.pop_all()
         self.detector = Detector(self.pulse.names)
         self.oscillation = Oscillation()
@@ -260,6 +263,7 @@ class StabilityMonitor:
             if self._is_bad(step, values, in_step):
                 return None
         self._in_trouble = False
+        self._tell_of_outputs(step, values)
         self._losses.append(float(values[0]))
         if alarm := self.detector.update(step, values):
             self._ring(alarm)
@@ -272,6 +276,7 @@ class StabilityMonitor:
         if self.scaler is not None and math.isfinite(values[0]) and self.scaler.get_scale() > 1:
             self.skipped_steps += 1
             return True
+        self.bad_steps += 1
         if not self._in_trouble:
             self._in_trouble = True
             what = "gradient" if math.isfinite(values[0]) else "loss"
@@ -279,6 +284,19 @@ class StabilityMonitor:
             advice = _ADVICE_ON_DATA if BAD_INPUT in culprit else _ADVICE
             self._report_bad(NonFiniteError(step, what, culprit, advice))
         return True
+
+    def _tell_of_outputs(self, step: int, values: Values) -> None:
+        """A block whose output the loss does not see may be ruined: no end of a loop, but a word, once for each."""
+        for block in self.pulse.bad_outputs(values):
+            if block not in self._told_outputs:
+                self._told_outputs.add(block)
+                found = {"what": f"output of {block}", "culprit": "loss and gradients are, so that neither uses it"}
+                self.log.write(step, nonfinite=found)
+                warnings.warn(
+                    f"step {step}: the {found['what']} is not finite; {found['culprit']}.",
+                    StabilityWarning,
+                    stacklevel=4,
+                )
 
     def _late_culprit(self, step: int, values: Values) -> str:
         """As far as the numbers tell: the update has been since, and a replay would see other weights."""
@@ -310,8 +328,8 @@ class StabilityMonitor:
         self._since = self.steps, time.perf_counter()
         gradients = {f"gradient/{block}": norm for block, norm in self.pulse.gradient_norms().items()}
         main: Signals = {}
-        if self._losses:
-            main["loss"] = sum(self._losses) / len(self._losses)
+        if self._losses or self.bad_steps > self._bad_steps_written:  # a loss of bad steps alone is no number
+            main["loss"] = sum(self._losses) / len(self._losses) if self._losses else math.nan
             main["gradient norm"] = math.hypot(*gradients.values())
             main["weight norm"] = torch.nn.utils.get_total_norm(self.pulse.parameters).item()
         seen = zip(self.pulse.names, self._last.tolist(), strict=False)
@@ -326,6 +344,8 @@ class StabilityMonitor:
         more: dict[str, Any] = {"loss by noise": by_noise} if by_noise else {}
         if self.scaler is not None:
             more["skipped steps"] = self.skipped_steps
+        if self.bad_steps:
+            more["steps not finite"] = self._bad_steps_written = self.bad_steps
         self._losses = []
         self.log.write(
             self.steps,
@@ -361,9 +381,8 @@ class StabilityMonitor:
         if self.report:
             from scalelong.report.monitor import write_monitor_report
 
-            seen = self.detector.seen
-            if_none = "None." if seen > LEARNING else _STILL_LEARNING.format(seen)
-            write_monitor_report(self.folder, self.folder / REPORT, _described(self.model), if_none)
+            command = f'StabilityMonitor(model, "{self.folder}")'
+            write_monitor_report(self.folder, self.folder / REPORT, command, self.detector.seen)
 
 
 def _described(model: nn.Module) -> str:
@@ -411,7 +430,7 @@ def _check(model: Any, interval: int, first_step: int, **reactions: Any) -> None
             raise ValueError(f"{name} is 'warn', 'raise' or a function, got {how!r}.")
 
 
-def _open_log(folder: Path, logger: str, first_step: int) -> RunLog | NoLog:
+def _open_log(folder: Path, logger: str, first_step: int, model: str) -> RunLog | NoLog:
     """The log of the first process; the others have none, and do not mind that it has begun."""
     if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
         return NoLog()
@@ -421,4 +440,8 @@ def _open_log(folder: Path, logger: str, first_step: int) -> RunLog | NoLog:
             " of that one."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    return RunLog(folder, first_step, logger)
+    log = RunLog(folder, first_step, logger)
+    if not (folder / WATCHED).is_file():  # a loop that resumes goes on with a log that began before
+        about = {"model": model, "first_step": first_step, "alarm_learns_steps": LEARNING}
+        write_whole(folder / WATCHED, json.dumps(about) + "\n")
+    return log

@@ -93,6 +93,8 @@ class RatioAdvice:
 def advise_from(norms: Norms, process: str, num_skips: int) -> RatioAdvice:
     """From the ratio of means (low) to the 97 % quantile (high), as the paper does with 1.22 and 5."""
     ratio = norms.ratio.double()
+    if bad := int((~ratio.isfinite()).sum()):
+        raise ValueError(f"{bad:,} of {len(ratio):,} noised images have norms that are not finite: look at them.")
     quantiles = dict(
         zip(map(str, QUANTILES), torch.quantile(ratio, torch.tensor(QUANTILES).double()).tolist(), strict=True)
     )

@@ -7,25 +7,22 @@ differences to no scaling, seed by seed.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scalelong.comparison import Member, forget_compiled, members
+from scalelong.comparison import Member, beginning_of, diverged, forget_compiled, members
 from scalelong.config import RunConfig, with_overrides
-from scalelong.data.files import write_whole
 from scalelong.data.store import open_store
-from scalelong.report.runs import beyond_spread
+from scalelong.report.compared import beyond_spread
 from scalelong.skips.spec import CS
 from scalelong.training.log import read_metrics
 from scalelong.training.signals import oscillation_index
 
 KAPPAS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.5)
 SEEDS = (0, 1, 2)
-DIVERGED = "diverged.json"
 _LOG_EVERY = 10
 
 
@@ -106,13 +103,20 @@ class ProbeResult:
 
 
 def probe(
-    base: RunConfig, plan: Plan, out: Path, train: Callable[[list[Member]], list[bool]]
+    base: RunConfig,
+    plan: Plan,
+    out: Path,
+    train: Callable[[list[Member]], list[bool]],
+    init: str | None = None,
 ) -> ProbeResult | None:
-    """Run all rounds; `train` brings members to their last step. None when it was stopped on the way."""
+    """Run all rounds; `train` brings members to their last step. None when it was stopped on the way.
+
+    All runs begin with the weights of `init`, where it is given, and are of its network.
+    """
     kappas, rounds = list(plan.kappas), []
     for steps, count in plan.sizes():
         kappas = kept(plan.kappas, kappas, count)
-        group = round_members(base, kappas, plan.seeds, steps, out)
+        group = round_members(base, kappas, plan.seeds, steps, out, init)
         waiting = [member for member in group if _reached(member.folder) < steps]
         if waiting and not all(train(waiting)):
             return None
@@ -133,7 +137,12 @@ def kept(kappas: Sequence[float], best_first: Sequence[float], count: int) -> li
 
 
 def round_members(
-    base: RunConfig, kappas: Sequence[float], seeds: Sequence[int], steps: int, out: Path
+    base: RunConfig,
+    kappas: Sequence[float],
+    seeds: Sequence[int],
+    steps: int,
+    out: Path,
+    init: str | None = None,
 ) -> list[Member]:
     """The runs of a round; they differ from those of other rounds in their length alone."""
     settings = [
@@ -142,18 +151,19 @@ def round_members(
         f"train.sample_every={10**9}",
         "train.keep_checkpoints=1",
     ]
-    return members(with_overrides(base, settings), [spec_of(kappa) for kappa in kappas], seeds, out)
+    return members(with_overrides(base, settings), [spec_of(kappa) for kappa in kappas], seeds, out, init=init)
 
 
 def train_member(member: Member, data: Path) -> bool:
-    """Train one; a run that diverges is marked, and has lost."""
+    """Train one; a run that diverges, which its log says, has lost."""
     from scalelong import experiment
 
     forget_compiled()
     try:
-        return experiment.train(member.config, open_store(data), member.folder, logger="none")
-    except FloatingPointError as error:
-        write_whole(member.folder / DIVERGED, json.dumps({"why": str(error)}))
+        return experiment.train(
+            member.config, open_store(data), member.folder, logger="none", begin=beginning_of(member)
+        )
+    except FloatingPointError:
         return True
 
 
@@ -179,14 +189,25 @@ def score_round(group: Sequence[Member], steps: int, seeds: Sequence[int]) -> li
 def judge(rounds: list[list[Score]]) -> ProbeResult:
     """The lowest loss of the last round wins only where its difference to no scaling is beyond the spread."""
     last = sorted(rounds[-1], key=lambda score: score.loss)
+    if all(math.isinf(loss) for score in last for loss in score.losses):
+        return ProbeResult(rounds=rounds, verdict="every run diverged: take a lower train.lr", spec="none")
     reference = next(score.loss for score in last if score.spec == "none")
     better = [score for score in last if score.beyond_spread and score.loss < reference]
     worse = [score.spec for score in last if score.beyond_spread and score.loss > reference]
     also = f"; worse beyond the spread: {', '.join(worse)}" if worse else ""
     if not better:
         found = "no κ is better than no scaling" if worse else "no difference"
-        return ProbeResult(rounds=rounds, verdict=f"{found} beyond the spread over seeds{also}", spec="none")
-    return ProbeResult(rounds=rounds, verdict=_told(better[0]) + also, spec=better[0].spec)
+        verdict = f"{found} beyond the spread over seeds{also}{_lost(last)}"
+        return ProbeResult(rounds=rounds, verdict=verdict, spec="none")
+    others = [score for score in last if score.spec not in ("none", better[0].spec)]
+    return ProbeResult(rounds=rounds, verdict=_told(better[0]) + also + _lost(others), spec=better[0].spec)
+
+
+def _lost(scores: Sequence[Score]) -> str:
+    """Who diverged in some seeds."""
+    counts = {score.spec: sum(map(math.isinf, score.losses)) for score in scores}
+    seeds = len(scores[0].losses) if scores else 0
+    return "".join(f"; {spec} diverged in {lost} of {seeds} seeds" for spec, lost in counts.items() if lost)
 
 
 def _told(best: Score) -> str:
@@ -213,7 +234,7 @@ def _difference(loss: float, reference: float) -> float:
 def _reached(folder: Path) -> float:
     from scalelong.experiment import last_step
 
-    return math.inf if (folder / DIVERGED).is_file() else last_step(folder)
+    return math.inf if diverged(folder) else last_step(folder)
 
 
 def _window(folder: Path, steps: int) -> tuple[float, float]:

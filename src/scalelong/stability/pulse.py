@@ -187,6 +187,11 @@ class Pulse:
         """Whether a step's loss and gradients are."""
         return math.isfinite(values[: self.telling].sum(dtype=np.float64))
 
+    def bad_outputs(self, values: Values) -> list[str]:
+        """Blocks whose outputs were seen not to be finite in a step."""
+        outputs = values[self.telling : self.telling + len(self.blocks)]
+        return [self.blocks[place] for place in np.flatnonzero(~np.isfinite(outputs))]
+
     @torch.no_grad()
     def look_again(self, values: Values) -> None:
         """Take the gradients of a step's values anew, in float64, as long as they are there; waits for the device.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.stability.gain import Jacobian
-from scalelong.stability.statements import Check, Row, Statement
+from scalelong.stability.statements import Check, Row, Statement, told
 from scalelong.stability.theorems import NETS, SAMPLES, Settings, coefficients, noised_inputs
 from scalelong.stability.toy_net import LongSkipNet
 
@@ -134,7 +134,8 @@ def _bounded(rows: Sequence[Row], where: str, m0: str, total: str) -> Check:
         f"the sum is at least {tightest[total] / tightest['largest']:.3g} times the largest gain: "
         f"{tightest[total]:.3g} against {tightest['largest']:.3g}, with M_0 = {tightest[m0]:.3g}"
     )
-    return Check(where, all(row["largest"] <= row[total] for row in rows), found)
+    numbers = [row[key] for row in rows for key in ("largest", total)]
+    return Check(where, told(all(row["largest"] <= row[total] for row in rows), *numbers), found)
 
 
 def direction(settings: Settings, kappa: float = 0.7) -> Statement:
@@ -163,7 +164,7 @@ def judge_direction(rows: list[Row]) -> Statement:
         Check(
             f"a pair of blocks enlarges typical changes by more than {edge:.2f}" if row["pair"] > edge else
             f"a pair of blocks enlarges them by {edge:.2f} or less",
-            row["cs"] < row["cs-reversed"],
+            told(row["cs"] < row["cs-reversed"], row["cs"], row["cs-reversed"]),
             f"pair gain {row['pair']:.2f}: CS {row['cs']:.3g}, reversed {row['cs-reversed']:.3g}",
         )
         for row in rows

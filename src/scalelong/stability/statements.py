@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -42,6 +43,11 @@ class Statement:
         return asdict(self) | {"verdict": self.verdict}
 
 
+def told(holds: bool, *numbers: float) -> bool | None:
+    """What a rule says of numbers that are finite; of others it says nothing."""
+    return holds if all(map(math.isfinite, numbers)) else None
+
+
 def statement_from(data: dict[str, Any]) -> Statement:
     """The way back from `as_dict`; the verdict follows from the checks again."""
     values = {key: value for key, value in data.items() if key != "verdict"}
@@ -78,8 +84,10 @@ class Line:
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
-    """Ordinary least squares; R² is 0 for a y that does not vary."""
+    """Ordinary least squares; R² is 0 for a y that does not vary, and none of it a number where a point is none."""
     xs, ys = np.asarray(x, float), np.asarray(y, float)
+    if not (np.isfinite(xs).all() and np.isfinite(ys).all()):
+        return Line(math.nan, math.nan, math.nan)
     slope, offset = np.polyfit(xs, ys, 1)
     total = ((ys - ys.mean()) ** 2).sum()
     left = ((ys - slope * xs - offset) ** 2).sum()

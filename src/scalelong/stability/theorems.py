@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from scalelong.diffusion.process import NUM_TIMESTEPS, process_named
 from scalelong.skips.spec import ConstantScaling, parse_scaling
-from scalelong.stability.statements import Check, Row, Statement, fit_line
+from scalelong.stability.statements import Check, Row, Statement, fit_line, told
 from scalelong.stability.toy_net import AS_WRITTEN, NORM_PRESERVING, LongSkipNet
 
 SCALINGS = tuple(
@@ -105,7 +105,7 @@ def judge_features(rows: list[Row]) -> Statement:
             fits[width] = {"c1": line.slope, "c2": line.offset, "r2": line.r2, "epsilon": epsilon}
         narrow, wide = fits[min(fits)], fits[max(fits)]
         numbers[where] = {str(width): fit for width, fit in fits.items()}
-        holds = wide["r2"] >= MIN_R2 and wide["epsilon"] <= MAX_EPSILON
+        holds = told(wide["r2"] >= MIN_R2 and wide["epsilon"] <= MAX_EPSILON, wide["r2"], wide["epsilon"])
         checks.append(
             Check(
                 where,
@@ -218,7 +218,7 @@ def judge_gradients(rows: list[Row]) -> Statement:
         ratios = [row["y"] / line.slope / row["x"] for row in mine] if line.slope > 0 else [float("inf")]
         numbers[where] = {"c": line.slope, "c3": line.offset, "r2": line.r2, "largest_over_line": max(ratios)}
         found = f"slope {line.slope:.3g}, c3 = {line.offset:.3g}, R² = {line.r2:.3f}"
-        checks.append(Check(where, line.r2 >= MIN_R2 and line.slope > 0, found))
+        checks.append(Check(where, told(line.r2 >= MIN_R2 and line.slope > 0, line.r2, line.slope), found))
     return Statement(
         name="Thm 3.3",
         claim="‖∇_W ℓ‖² ≲ O(ℓ ‖x_t‖² Σ_{j≥i} κ_j² + c3) for the weights of a_i and b_i.",

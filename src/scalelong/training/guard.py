@@ -30,6 +30,10 @@ class NonFiniteError(FloatingPointError):
         self.culprit = culprit
         self.advice = advice
 
+    def as_dict(self) -> dict[str, Any]:
+        """For the log of the training that it ended."""
+        return {"step": self.step, "what": self.what, "culprit": self.culprit, "error": str(self)}
+
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, str, str, str]]:
         # A comparison's runs are processes of their own: the error must arrive whole.
         return type(self), (self.step, self.what, self.culprit, self.advice)

@@ -16,6 +16,7 @@ from scalelong.data.files import write_whole
 from scalelong.training.trackers import trackers
 
 METRICS = "metrics.jsonl"
+WATCHED = "monitor.json"  # beside the metrics of a StabilityMonitor: what it watches
 # JSON has no such numbers: a line holds their names, in quotes, and `read_metrics` gives the numbers back.
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -62,26 +63,26 @@ class RunLog:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(_named(row), allow_nan=False) + "\n"
+    return json.dumps(for_json(row), allow_nan=False) + "\n"
 
 
-def _named(value: Any) -> Any:
-    """With the names of numbers that are not finite in their place."""
+def for_json(value: Any) -> Any:
+    """For JSON, which has no NaN: with the names of numbers that are not finite in their place."""
     if isinstance(value, Mapping):
-        return {key: _named(inner) for key, inner in value.items()}
+        return {key: for_json(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_named(inner) for inner in value]
+        return [for_json(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return json.dumps(value)
     return value
 
 
-def _numbered(value: Any) -> Any:
-    """What `_named` was given."""
+def from_json(value: Any) -> Any:
+    """What `for_json` was given."""
     if isinstance(value, dict):
-        return {key: _numbered(inner) for key, inner in value.items()}
+        return {key: from_json(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_numbered(inner) for inner in value]
+        return [from_json(inner) for inner in value]
     return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
@@ -115,8 +116,14 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except json.JSONDecodeError:
             break
-        rows.append(_numbered(row) if any(f'{name}"' in line for name in _NOT_FINITE) else row)
+        rows.append(from_json(row) if any(f'{name}"' in line for name in _NOT_FINITE) else row)
     return rows
+
+
+def divergence(folder: Path) -> dict[str, Any] | None:
+    """What ended the training in a folder, if a step that was not finite did: its number, what it was and whose."""
+    rows = read_metrics(folder) if (folder / METRICS).is_file() else []
+    return rows[-1].get("nonfinite") if rows else None
 
 
 def environment() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -69,6 +70,10 @@ class Stepper:
             capturable=device.type == "cuda",
         )
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+        self.drops = has_dropout(model)
+        if self.drops and config.checkpoint_activations and config.execution == "captured":
+            # What is dropped is to be dropped again: the generator's state is asked for, which no capture allows.
+            self.config = config = replace(config, execution="compiled")
         fast: Callable[..., Any] = _as_it_is if config.execution == "eager" else compiled
         self.wrapped = model if self.sharded else self.world.wrap(model)
         self.forward = fast(self.wrapped)
@@ -76,7 +81,6 @@ class Stepper:
         self._average = fast(move_averages)
         self.dropout = Stream(config.seed, "dropout")
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
-        self.drops = has_dropout(model)
         # What the step reads and writes on the device.
         self.step = torch.zeros((), dtype=torch.int64, device=device)
         self.pixels, self.condition = loader.buffers(self.size)
