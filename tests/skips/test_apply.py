@@ -526,11 +526,18 @@ def test_skip_norm_before_a_group_norm_is_warned_of_like_a_constant():
         assert "!" not in scalelong.apply(fresh("uvit"), "skip-norm").summary()
 
 
-def test_gates_before_a_group_norm_are_not_warned_of():
+def test_of_gates_before_a_group_norm_the_summary_tells_and_nobody_warns():
+    """The paper has them there. What they have in common in a group is undone, and that is most at first."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for spec in ("none", "cs:1", "scalar", "ls", "ie"):
+        for spec in ("none", "cs:1", "scalar"):
             assert "!" not in scalelong.apply(fresh(), spec).summary()
+        for spec in ("ls", "ie"):
+            text = scalelong.apply(fresh(), spec).summary()
+            assert "! 97% of the skip channels" in text
+            assert "what the gates of a group have in common" in text
+            assert "in part" in text
+        assert "!" not in scalelong.apply(fresh(), "ls", placement="norm").summary()
         assert "undone" not in scalelong.apply(fresh(), "cs:0.5", placement="norm").summary()
         assert "0%" in scalelong.apply(fresh("hunyuan"), "cs:0.5").summary()
 

@@ -10,7 +10,7 @@ from torch import nn
 from scalelong.skips import fold
 from scalelong.skips.attach import adapter_for, attach, attached, build, refuse_offloaded
 from scalelong.skips.handle import AppliedScaling
-from scalelong.skips.scalers import starts_at_identity
+from scalelong.skips.scalers import GatedScale, starts_at_identity
 from scalelong.skips.sites import Adapter, LongSkip, UnsupportedModelError, check_placement_name
 from scalelong.skips.spec import ConstantScaling, Scaling, SkipNorm, parse_scaling
 from scalelong.skips.summary import norm_advice
@@ -42,9 +42,12 @@ def apply(
     `keep_function=True` is for trained weights: the outputs stay as they were at the first step.
 
     Residuals of a ControlNet are added to the skips before they are scaled. FreeU acts after the scale at
-    "concat" and before it at "norm". Apply first; compile, wrap (DDP, FSDP) or add adapters (PEFT) after.
+    "concat" and before it at "norm". Apply first; the optimiser, an average (EMA), compiling, wrapping (DDP, FSDP)
+    and adapters (PEFT) come after: they know only what was there.
     `nn.DataParallel` is not supported: its replicas would ask the original's gates.
     """
+    if isinstance(scaling, nn.Module):
+        raise ValueError("apply takes the model first and the scaling second: apply(model, 'cs:0.7').")
     scaling = parse_scaling(scaling)
     check_placement_name(placement)
     if not isinstance(keep_function, bool):
@@ -70,7 +73,9 @@ def apply(
     scales, root = build(skips, scaling, placement, keep_function)
     fold.scale_merge_weights(adapter, skips, placement, factors)
     attach(model, adapter, skips, scales, root)
-    if placement == "concat" and (advice := norm_advice(skips, scales, above=_MOST)):
+    # Gates there are the paper's own setting: summary() tells of the norm, without a warning.
+    gated = any(isinstance(scale, GatedScale) for scale in scales)
+    if placement == "concat" and not gated and (advice := norm_advice(skips, scales, above=_MOST)):
         warnings.warn(advice, UndoneByNormWarning, stacklevel=2)
     return AppliedScaling(model)
 

@@ -219,6 +219,14 @@ def parse_scaling(spec: str | Scaling) -> Scaling:
     if not isinstance(spec, str):
         raise ValueError(f"a scaling is a string or a scaling object, got {spec!r}; try 'cs:0.7' or 'ls'.")
     name, colon, rest = spec.strip().lower().partition(":")
+    if "placement" in rest:
+        raise ValueError(
+            f"the placement is no part of a scaling, got {spec!r}; it is an option of its own, placement='norm' "
+            "(in commands --set model.placement=norm)."
+        )
+    if name not in _READERS and (meant := re.fullmatch(r"([a-z-]*)=?([\d.]+)", name)):
+        kind = meant[1] if meant[1] in ("cs", "cs-reversed", "uniform") else "cs"
+        raise ValueError(f"unknown scaling {spec!r}; did you mean '{kind}:{meant[2]}'?")
     if name not in _READERS:
         near = get_close_matches(name, _READERS, n=1)
         asked = f"did you mean {near[0]}? The" if near else "the"

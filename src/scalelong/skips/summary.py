@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalelong.skips.scalers import LearnedScale, NormScale, SkipScale
+from scalelong.skips.scalers import GatedScale, LearnedScale, NormScale, SkipScale
 from scalelong.skips.sites import LongSkip
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def summarise(handle: AppliedScaling, inputs: Sequence[Any], named_inputs: Mappi
     at_concat_before_norm = handle.placement == "concat" and any(skip.norm is not None for skip in skips)
     if at_concat_before_norm:
         for row, skip, scale in zip(rows, skips, scales, strict=True):
-            row["undone by norm"] = f"{undone_share(skip):.0%}" if _is_one_number(scale) else "–"
+            row["undone by norm"] = f"{undone_share(skip):.0%}" if _is_one_number(scale) else "in part"
     if inputs or named_inputs:
         measured = measure(handle.model, skips, scales, inputs, named_inputs, at_concat_before_norm)
         for row, (coefficient, share_measured) in zip(rows, measured, strict=True):
@@ -158,15 +158,19 @@ def _normalise(norm: nn.Module | None, x: Tensor) -> Tensor:
 
 
 def norm_advice(skips: Sequence[LongSkip], scales: Sequence[SkipScale], *, above: float = 0.0) -> str:
-    """What to do where all channels of a skip are multiplied by one number and a norm divides it out again.
+    """What to do where channels of a skip are multiplied by one number and a norm divides it out again; or by
+    gates, of which it divides out what they have in common.
 
     Empty where that is so for no more than a share `above` of the channels.
     """
     by_size = any(isinstance(scale, NormScale) for scale in scales)
+    gated = any(isinstance(scale, GatedScale) for scale in scales)
     share = undone_in_all(skips)
-    if share <= above or not (by_size or any(scale.number() not in (None, 1) for scale in scales)):
+    if share <= above or not (by_size or gated or any(scale.number() not in (None, 1) for scale in scales)):
         return ""
     what, instead = "a constant", "placement='norm' scales behind the norm"
+    if gated:
+        what = "what the gates of a group have in common, most of what they do at first"
     if by_size:
         what, instead = "what skip-norm does to an image", "take another scaling with placement='norm'"
     return (
