@@ -8,14 +8,13 @@ from pathlib import Path
 from scalelong import experiment
 from scalelong.cli.plan import published_data
 from scalelong.config import RunConfig
-from scalelong.costs import Costs, costs_of
+from scalelong.costs import EFFICIENCY, Costs, costs_of
 from scalelong.presets import RUN_PRESETS, model_preset, run_preset
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling-out.md"
 BEGIN, END = "<!-- expectations: begin -->", "<!-- expectations: end -->"
 GPUS = 8
 TFLOPS = 770  # bf16 matrix products on an H200, as the benchmarks measure them
-EFFICIENCY = {"uvit": 0.40, "unet": 0.20}  # of that, assumed
 HEADER = (
     "| recipe | parameters | GFLOP per image | TFLOP per step | weights, gradients, Adam, averages | activations "
     "of a GPU of 8 | checkpointed | GPU-hours |"
@@ -37,7 +36,7 @@ def config_of(name: str) -> RunConfig:
 
 def gpu_hours(name: str, config: RunConfig, costs: Costs) -> float:
     """All steps of the recipe at the assumed rate."""
-    rate = TFLOPS * 1e12 * EFFICIENCY["uvit" if model_preset(name).backbone == "uvit" else "unet"]
+    rate = TFLOPS * 1e12 * EFFICIENCY[model_preset(name).backbone]
     return config.train.steps * costs.flops_per_step / rate / 3600
 
 

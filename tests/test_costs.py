@@ -3,11 +3,12 @@
 import json
 
 import pytest
+import torch
 
 from scalelong import experiment
 from scalelong.cli.plan import published_data
 from scalelong.config import with_overrides
-from scalelong.costs import costs_of
+from scalelong.costs import costs_of, hours_of, matrix_rate, training_flops
 from scalelong.presets import RUN_PRESETS, run_preset
 from tests.cli.test_run_commands import run
 
@@ -94,3 +95,20 @@ def test_the_terminal_tells_of_the_null_row_and_the_memory(tmp_path, monkeypatch
     assert "no --data: planned for ImageNet" in told.stdout
     assert "memory for 2 images at once in fp32" in told.stdout
     assert CliRunner().invoke(app, args).stderr == ""
+
+
+def test_hours_are_the_arithmetic_that_is_left_over_the_rate_here():
+    """By the published counts: 73.2 GFLOP an image of U-ViT-S, 4e10 a second and CPU thread."""
+    config = fitted("cifar10-uvit-s", "train.steps=1000")
+    whole = 1000 * 128 * 73.2e9 / 8e10 / 3600
+    assert hours_of(config, "cpu", threads=2) == pytest.approx(whole, rel=0.01)
+    assert hours_of(config, "cpu", threads=4, done=750) == pytest.approx(whole / 8, rel=0.01)
+    assert hours_of(config, "cpu", threads=4, done=2000) == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU's rate is timed on it")
+def test_the_rate_of_a_gpu_is_that_of_a_matrix_product():
+    config = fitted("cifar10-unet")
+    arithmetic = 3600 * hours_of(config, "cuda") * matrix_rate("cuda") * 0.2
+    assert arithmetic == pytest.approx(config.train.steps * 128 * training_flops(config), rel=1e-6)
+    assert 1e13 < matrix_rate("cuda") < 1e16

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +20,10 @@ from scalelong.presets import model_preset
 
 _CLIP_TOKENS = 77
 _FLOAT32 = 4
+# What training reaches. On a GPU, of what a large matrix product does, as measured on an H200 (README); on a CPU,
+# in a second and thread, roughly: U-ViT-XS on two threads of a server.
+EFFICIENCY = {"uvit": 0.40, "unet": 0.20, "text-unet": 0.20}
+_CPU_FLOPS = 4e10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +82,31 @@ def costs_of(config: RunConfig, processes: int = 1) -> Costs:
 def training_flops(config: RunConfig) -> int:
     """Forward and backward of one image of a run that was fitted to its data."""
     return 3 * forward_flops(partial(_network, config), partial(_inputs, config, 1))
+
+
+def hours_of(config: RunConfig, device: str, *, done: int = 0, threads: int | None = None) -> float:
+    """What the steps that are left take this machine in one process, by their arithmetic: small nets need more."""
+    left = max(config.train.steps - done, 0) * config.train.batch_size * training_flops(config)
+    if device == "cpu":
+        rate = _CPU_FLOPS * (threads or torch.get_num_threads())
+    else:
+        rate = matrix_rate(device) * EFFICIENCY[model_preset(config.model.preset).backbone]
+    return left / rate / 3600
+
+
+@functools.cache
+def matrix_rate(device: str, size: int = 4096, turns: int = 20) -> float:
+    """FLOP/s of a product of two large half-precision matrices of random numbers."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    best = math.inf
+    for _ in range(3):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(turns):
+            a @ b
+        torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 * turns / best
 
 
 def state_bytes(parameters: int, train: TrainConfig) -> int:

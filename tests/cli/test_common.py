@@ -1,6 +1,7 @@
 """How far a command is: a bar that fits into a terminal, plain lines where there is none."""
 
 import io
+import json
 import re
 import sys
 import time
@@ -11,7 +12,7 @@ import torch
 from rich.console import Console
 
 from scalelong.cli import lines, main
-from scalelong.cli.common import bars_on, progress_bar, say_cpu, tracked
+from scalelong.cli.common import bars_on, print_result, progress_bar, say_cpu, tracked
 from scalelong.cli.lines import ProgressLines, in_words
 from scalelong.config import with_overrides
 from scalelong.presets import run_preset
@@ -121,7 +122,8 @@ def test_the_other_processes_say_nothing(monkeypatch, capsys):
 
 def test_half_a_minute_and_words_for_times():
     assert lines.EVERY_S == 30
-    assert [in_words(s) for s in (0.4, 59, 130, 4000)] == ["0 s", "59 s", "2 min", "1 h 7 min"]
+    times = (0.4, 59, 130, 4000, 71.5 * 3600, 300_000)
+    assert [in_words(s) for s in times] == ["0 s", "59 s", "2 min", "1 h 7 min", "71 h 30 min", "3 days"]
 
 
 def test_a_warning_from_two_lines_is_shown_once(capsys):
@@ -138,9 +140,15 @@ def test_what_a_cpu_needs_days_for_is_told(capsys, monkeypatch):
     config = replace(config, model=replace(config.model, changes=changes))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     say_cpu(config, "cpu")
-    hours = 20_000 * 128 * 19.6e9 / 8e10 / 3600
-    found = re.search(r"on a CPU, with 2 threads, 20,000 steps .* some (\d+) hours", capsys.readouterr().err)
-    assert int(found[1]) == pytest.approx(hours, rel=0.02)
+    days = 20_000 * 128 * 19.6e9 / 8e10 / 3600 / 24
+    found = re.search(r"on a CPU, with 2 threads, 20,000 steps .* about (\d+) days", capsys.readouterr().err)
+    assert int(found[1]) == pytest.approx(days, abs=0.5)
     say_cpu(config, "cuda")
     say_cpu(with_overrides(config, ["train.steps=20"]), "cpu")
     assert capsys.readouterr().err == ""
+
+
+def test_json_is_json_for_everybody(capsys):
+    print_result({"loss": float("nan"), "rows": [{"x": float("inf")}]}, True, "")
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert found == {"loss": "NaN", "rows": [{"x": "Infinity"}]}

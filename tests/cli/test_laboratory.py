@@ -116,6 +116,7 @@ def test_where_a_norm_undoes_constants_kappa_says_how_much_as_inspect_does_and_n
         (["kappa", "--sum", "5", "--skips", "6", "--probe"], "solved by itself; leave out --probe"),
         (["kappa", "--sum", "5", "--skips", "6", "--out", "k.html"], "solved by itself; leave out --out"),
         (["kappa", "{small}/model", "--probe"], "--probe trains the recipe of a preset, and"),
+        (["kappa", "digits", "--init", "{small}/model"], "add --probe, or name it as the MODEL"),
         (
             ["kappa", "--probe", "--data", "{small}/digits", "--set", "model.changes.num_layers=2"],
             "κ acts from the second skip on, and this net has 1",

@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from scalelong.cli.train import RECIPES
 from scalelong.presets import RUN_PRESETS
 from scalelong.runs.claim import claimed
 from scalelong.runs.pictures import Together
+from scalelong.training.step import Stepper
 
 TINY = [
     "--set",
@@ -90,7 +92,7 @@ def test_a_folder_of_pictures_becomes_samples_and_a_number(trained, data, monkey
     monkeypatch.setenv("HOME", str(data))
     grid = data / "grid.png"
     told = run("sample", trained, "--num", 4, "--out", grid, "--steps", 3, "--class", 1, "--guidance", 2)
-    assert "4 images of class 1 (dog), weights of step 5 averaged at 0.9, dpm++ with 3 steps" in told
+    assert "4 images of class 1 (dog), weights of step 5 averaged at 0.9 (still 59% the first weights), dpm" in told
     assert Image.open(grid).size[0] >= 17
     args = ["evaluate", trained, "--data", data / "store", "--num", 16, "--steps", 3, "--features", "pixels"]
     quality = json.loads(run(*args, "--json"))
@@ -211,9 +213,37 @@ def test_a_training_stops_after_its_time_and_goes_on(data):
     assert json.loads(run(*args, "--stop-after", "5", "--json")) == {"out": str(out), "done": True, "step": 2}
 
 
+def test_ctrl_c_saves_and_is_told_by_the_exit_code(data, monkeypatch):
+    """As shells have it; a time that was asked for and is over is no failure."""
+    update = Stepper.update
+
+    def and_ctrl_c(stepper, step, **how):
+        update(stepper, step, **how)
+        if step == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Stepper, "update", and_ctrl_c)
+    out = data / "interrupted"
+    args = ["train", "digits", "--data", data / "store", "--out", out, *TINY, "--set", "train.steps=3", "--json"]
+    result = CliRunner().invoke(app, list(map(str, args)))
+    assert result.exit_code == 130
+    assert json.loads(result.stdout) == {"out": str(out), "done": False, "step": 2}
+    assert json.loads(run(*args))["done"]
+
+
+def test_ctrl_c_in_a_comparison_has_the_same_exit_code(data, monkeypatch):
+    monkeypatch.setattr(
+        "scalelong.comparison.run_all", lambda group, *_, **how: [True] + [False] * (len(group) - 1)
+    )
+    args = ["compare", "digits", "--data", data / "store", "--seeds", "0", "--out", data / "group", *TINY]
+    result = CliRunner().invoke(app, list(map(str, args)))
+    assert result.exit_code == 130
+    assert "the same command goes on" in result.stderr
+
+
 def test_a_run_that_is_done_is_told_to_be_and_how_it_is_trained_further(data):
     out = data / "done"
-    args = ["train", "digits", "--data", data / "store", "--out", out, *TINY, "--set", "train.warmup_steps=0"]
+    args = ["train", "digits", "--data", data / "store", "--out", out, *TINY]
     run(*args, "--set", "train.steps=2")
     for steps in (2, 1):
         told = CliRunner().invoke(app, [*map(str, args), "--set", f"train.steps={steps}"], catch_exceptions=False)

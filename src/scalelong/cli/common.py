@@ -8,21 +8,22 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from scalelong.cli.lines import ProgressLines
+from scalelong.cli.lines import ProgressLines, in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from scalelong.config import RunConfig
+    from scalelong.config import RunConfig, TrainConfig
 
 
-_CPU_FLOPS = 4e10  # a second and thread, roughly: U-ViT-XS on two threads of a server
+STOPPED = 130  # the exit code after Ctrl-C, as shells have it
 _LONG_HOURS = 3
+_MUCH = 0.05
 
 
 def is_first_process() -> bool:
@@ -104,24 +105,53 @@ def say_warm_up(config: RunConfig) -> None:
         )
 
 
+def say_averages(config: RunConfig) -> None:
+    """A training may end before its averages have forgotten the weights that it began with."""
+    from scalelong.training.ema import default_rate
+
+    train = config.train
+    rate = default_rate(list(train.ema_rates), train.steps)
+    if (told := of_first_weights(train, rate, train.steps)) and is_first_process():
+        typer.echo(
+            f"warning: after {train.steps:,} steps the average at {rate} is {told}, and pictures, FID and held-out "
+            "losses are of it: --set train.ema_warmup=true forgets them, and so do more steps or a lower "
+            "train.ema_rates.",
+            err=True,
+        )
+
+
+def of_first_weights(train: TrainConfig, rate: float | str, step: int) -> str:
+    """What is to be said of an average that still holds much of them; empty if it does not."""
+    from scalelong.training.ema import share_of_start
+
+    if isinstance(rate, str) or (share := share_of_start(rate, step, warmup=train.ema_warmup)) < _MUCH:
+        return ""
+    return f"still {share:.0%} the first weights"
+
+
 def say_cpu(config: RunConfig, device: str) -> None:
     """On a CPU most recipes take days: that is told before the first step, which takes half a minute."""
     import torch
 
-    from scalelong.costs import training_flops
+    from scalelong.costs import hours_of
 
     if device != "cpu" or not is_first_process():
         return
-    threads = torch.get_num_threads()
-    flops = training_flops(config) * config.train.batch_size * config.train.steps
-    hours = flops / (_CPU_FLOPS * threads) / 3600
+    hours = hours_of(config, device)
     if hours > _LONG_HOURS:
         typer.echo(
-            f"warning: on a CPU, with {threads} threads, {config.train.steps:,} steps of this network take some "
-            f"{hours:,.0f} hours; take a GPU, fewer steps or a smaller network (a U-ViT with --set "
-            "model.changes.hidden_size=64 --set model.changes.num_layers=4 --set train.batch_size=16, say).",
+            f"warning: on a CPU, with {torch.get_num_threads()} threads, {config.train.steps:,} steps of this "
+            f"network take about {in_words(3600 * hours)}; take a GPU, fewer steps or a smaller network (a U-ViT "
+            "with --set model.changes.hidden_size=64 --set model.changes.num_layers=4 --set train.batch_size=16, "
+            "say).",
             err=True,
         )
+
+
+def stopped() -> NoReturn:
+    """Ctrl-C ended a command of many runs."""
+    typer.echo("stopped; what was done is saved, and the same command goes on.", err=True)
+    raise typer.Exit(STOPPED)
 
 
 def with_values(settings: list[str] | None) -> list[str] | None:
@@ -142,8 +172,13 @@ def check_output_file(out: Path, such_as: str) -> None:
 
 def print_result(result: dict[str, Any], as_json: bool, sentence: str) -> None:
     """A sentence for people, or JSON for scripts."""
-    if is_first_process():
-        typer.echo(json.dumps(result, ensure_ascii=False, indent=2) if as_json else sentence)
+    if not is_first_process():
+        return
+    if as_json:
+        from scalelong.training.log import for_json
+
+        sentence = json.dumps(for_json(result), ensure_ascii=False, indent=2, allow_nan=False)
+    typer.echo(sentence)
 
 
 def print_table(rows: list[dict[str, str]], title: str | None = None) -> None:

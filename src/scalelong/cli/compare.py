@@ -10,11 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import check_output_file, print_result, progress_bar, say_warm_up, with_values
+from scalelong.cli.common import (
+    check_output_file,
+    print_result,
+    progress_bar,
+    say_averages,
+    say_warm_up,
+    stopped,
+    with_values,
+)
 from scalelong.cli.plan import comparison_plan, comparison_text, opened_data
 
 if TYPE_CHECKING:
     from scalelong.comparison import Member
+    from scalelong.config import RunConfig
     from scalelong.data.store import Store
 
 EXAMPLES = (
@@ -58,19 +67,16 @@ def compare(
 ) -> None:
     """Train the same net with several scalings, same seeds and data, and write one report.html."""
     from scalelong import experiment
-    from scalelong.comparison import DIGITS_SETTINGS, Judging, default_workers, members
-    from scalelong.config import with_overrides
+    from scalelong.comparison import Judging, default_workers, members, shared_config
     from scalelong.data.store import open_store
     from scalelong.held_out import check_like
-    from scalelong.presets import run_preset
 
     for setting in settings or []:
         _check_shared(setting)
-    small = [setting for setting in DIGITS_SETTINGS if preset == "digits"]
-    if init is not None:  # which decide the network
-        small = [setting for setting in small if not setting.startswith("model.")]
-    base = with_overrides(run_preset(preset), [*small, *(settings or [])])
+    base = shared_config(preset, settings or [], init)
     say_warm_up(base)
+    say_averages(base)
+    _say_changed(init, scalings, base)
     device = experiment.default_device()
     with opened_data(data, dry_run) as store:
         judging = Judging(**_sampled(features, evaluate_num, store), held_out=held_out)
@@ -86,20 +92,21 @@ def compare(
             return
         done = run_with_bars(group, store.folder, at_once)
     if not all(done):
-        typer.echo("stopped; what was done is saved, and the same command goes on.", err=True)
-        raise typer.Exit(1)
-    _report_ended(group, out / "report.html", as_json)
+        stopped()
+    _report([member.folder for member in group], out / "report.html", as_json)
+    _say_others(group, out)
 
 
-def _report_ended(group: list[Member], out: Path, as_json: bool) -> None:
-    """Of the runs that came to their end; who diverged is said, and that is a result, too."""
-    from scalelong.comparison import diverged, divergence
-
-    lost = [f"{m.scaling} with seed {m.seed} diverged: {divergence(m.folder)}" for m in group if diverged(m.folder)]
-    ended = [member.folder for member in group if not diverged(member.folder)]
-    if not ended:
-        raise FloatingPointError("\n".join([*lost, "Every run diverged: there is nothing to report."]))
-    _report(ended, out, as_json, lost=lost)
+def _say_others(group: Sequence[Member], out: Path) -> None:
+    """Runs of an earlier comparison in the same folder are not on this page."""
+    here = {member.folder for member in group}
+    others = sorted(file.parent.name for file in out.glob("*-seed*/config.json") if file.parent not in here)
+    if others:
+        typer.echo(
+            f"{out} has other runs too, {', '.join(others[:3])}{' …' if len(others) > 3 else ''}: for a page of "
+            f"all, scalelong report {out}/*-seed* --out {out / 'all.html'}",
+            err=True,
+        )
 
 
 def _sampled(features: str | None, num: int, store: Store) -> dict[str, Any]:
@@ -117,7 +124,7 @@ def _sampled(features: str | None, num: int, store: Store) -> dict[str, Any]:
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or those of StabilityMonitors.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
     theory: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Add the theory: a file with what theory --json printed.")
@@ -125,15 +132,40 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
     """Write one report.html about runs that are there: curves, norms, gates, samples, with spread over seeds."""
+    from scalelong.training.log import WATCHED
+
     check_output_file(out, "report.html")
-    _report(runs, out, as_json, theory)
+    if any((folder / WATCHED).is_file() for folder in runs):
+        _report_watched(runs, out, as_json, theory)
+    else:
+        _report(runs, out, as_json, theory)
 
 
-def _report(
-    folders: list[Path], out: Path, as_json: bool, theory: Path | None = None, lost: Sequence[str] = ()
-) -> None:
-    from scalelong.report.page import write_report
-    from scalelong.report.runs import by_scaling, finding, read_run, summary_rows
+def _report_watched(folders: list[Path], out: Path, as_json: bool, theory: Path | None) -> None:
+    """Of loops that are not ours, which a monitor watched."""
+    from scalelong.report.monitor import is_watched, write_monitor_report, write_monitors_report
+
+    for folder in folders:
+        if not is_watched(folder):
+            raise ValueError(
+                f"a page is about runs of scalelong train, or about folders of StabilityMonitors; got {folder} "
+                "beside a monitor's. Ask for two pages."
+            )
+    if theory is not None:
+        raise ValueError("--theory is added to a page about runs of scalelong train, not about monitors' folders.")
+    command, rows = shlex.join(["scalelong", *sys.argv[1:]]), list[dict[str, str]]()
+    if len(folders) == 1:
+        write_monitor_report(folders[0], out, command)
+    else:
+        rows = write_monitors_report(folders, out, command)
+        _print_table(rows, as_json)
+    print_result({"report": str(out), "rows": rows}, as_json, f"The report with all curves: {out}")
+
+
+def _report(folders: list[Path], out: Path, as_json: bool, theory: Path | None = None) -> None:
+    from scalelong.report.compared import finding, summary_rows
+    from scalelong.report.page import diverged, write_report
+    from scalelong.report.runs import by_scaling, read_run
 
     runs = [read_run(folder) for folder in folders]
     more: list[Any] = []
@@ -141,16 +173,21 @@ def _report(
         from scalelong.report.theory import read_theory, theory_sections
 
         more = theory_sections(read_theory(theory))
-    write_report(runs, out, command=shlex.join(["scalelong", *sys.argv[1:]]), more=more, lost=lost)
-    groups = by_scaling(runs)
-    rows, found = summary_rows(groups), finding(groups)
+    write_report(runs, out, command=shlex.join(["scalelong", *sys.argv[1:]]), more=more)
+    lost, ended = diverged(runs), [run for run in runs if not run.divergence]
+    if not ended:
+        raise FloatingPointError("\n".join([*lost, f"Every run diverged; what they logged until then: {out}"]))
+    rows, found = summary_rows(by_scaling(ended)), finding(by_scaling(runs))
     _print_table(rows, as_json)
     told = "".join(f"{sentence}\n" for sentence in (*lost, found) if sentence)
-    result = {"report": str(out), "finding": found, "diverged": list(lost), "rows": rows}
+    result = {"report": str(out), "finding": found, "diverged": lost, "rows": rows}
     print_result(result, as_json, f"{told}The report with all curves: {out}")
 
 
-REPORT_EXAMPLES = "Example: [bold]scalelong report runs/none runs/cs-0.7 --out report.html[/]"
+REPORT_EXAMPLES = (
+    "Examples: [bold]scalelong report runs/none runs/cs-0.7 --out report.html[/], or of two loops of yours that a "
+    "StabilityMonitor watched, [bold]scalelong report monitor/none monitor/ls[/]"
+)
 
 
 def run_with_bars(group: list[Member], data: Path, workers: int, run: Any = None) -> list[bool]:
@@ -186,6 +223,16 @@ def _print_table(rows: list[dict[str, str]], as_json: bool) -> None:
     from scalelong.skips.summary import format_table
 
     typer.echo("\n".join(format_table(rows)))
+
+
+def _say_changed(init: str | None, scalings: str, base: RunConfig) -> None:
+    """Trained weights are another network as soon as their skips are scaled."""
+    if init is not None and not base.model.keep_function and scalings.strip() != "none":
+        typer.echo(
+            f"warning: each scaling changes at once what the weights of {init} compute; --set "
+            "model.keep_function=true begins with the function as it is.",
+            err=True,
+        )
 
 
 def _say_without_none(group: Sequence[Member], scalings: str) -> None:

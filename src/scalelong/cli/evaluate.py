@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import is_first_process, print_result, sampling_of, tracked
+from scalelong.cli.common import is_first_process, of_first_weights, print_result, sampling_of, tracked
 from scalelong.cli.plan import evaluation_plan, evaluation_text, opened_data
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def evaluate(
     how = sampling_of(loaded.config, sampler=sampler, steps=steps, guidance=guidance)
     experiment.check_drawing(loaded.config, **how)
     precision = experiment.sampling_precision(device, num * how["steps"])
-    weights = f"EMA {loaded.ema_rate}, step {loaded.step}"
+    begun = of_first_weights(loaded.config.train, loaded.ema_rate, loaded.step)
+    weights = f"EMA {loaded.ema_rate}{f' ({begun})' if begun else ''}, step {loaded.step}"
     settings = "{sampler}, {steps} steps, w = {guidance}".format(**how) + f", {precision}, seed {seed}, {weights}"
     with opened_data(data, dry_run) as store:
         _check_size(loaded.config, store)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import check_output_file, print_result, print_table, progress_bar, with_values
+from scalelong.cli.common import check_output_file, print_result, print_table, progress_bar, stopped, with_values
 from scalelong.cli.compare import run_with_bars, seeds_of, split
 from scalelong.cli.plan import opened_data, probe_plan, probe_text
 
@@ -67,6 +67,13 @@ def kappa(
         list[str] | None,
         typer.Option("--set", metavar="A.B=C", callback=with_values, help="--probe: change a setting of all runs."),
     ] = None,
+    init: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="--probe: begin all with the weights of a run, or of a model's folder or name on the hub: yours.",
+        ),
+    ] = None,
     runs: Annotated[Path, typer.Option(help="--probe: the folder of its runs.")] = Path("runs/kappa"),
     out: Annotated[Path | None, typer.Option(help="Write a page with the figures, such as kappa.html.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="--probe: print what would be run, and stop.")] = False,
@@ -83,9 +90,11 @@ def kappa(
         raise ValueError("κ comes from --sum and --skips, from --data, from a MODEL or from --probe; got none.")
     if out is not None:
         check_output_file(out, "kappa.html")
+    if init is not None and not probe:
+        raise ValueError(f"--init {init} is where the runs of --probe begin; add --probe, or name it as the MODEL.")
     if probe:
         plan = _plan(kappas, seeds, steps, rounds)
-        found, sections = _probe(model or "digits", data, plan, settings or [], runs, dry_run, as_json)
+        found, sections = _probe(model or "digits", data, plan, settings or [], init, runs, dry_run, as_json)
     else:
         found, sections = _measure(model, data, process, skips, num, balance, batch, batches, as_json)
     if not sections:  # a dry run
@@ -223,25 +232,32 @@ def _plan(kappas: str, seeds: str, steps: int, rounds: int) -> Plan:
 
 
 def _probe(
-    preset: str, data: Path | None, plan: Plan, settings: list[str], runs: Path, dry_run: bool, as_json: bool
+    preset: str,
+    data: Path | None,
+    plan: Plan,
+    settings: list[str],
+    init: str | None,
+    runs: Path,
+    dry_run: bool,
+    as_json: bool,
 ) -> tuple[dict[str, Any], Sections]:
     from scalelong import experiment
-    from scalelong.comparison import DIGITS_SETTINGS, default_workers
-    from scalelong.config import with_overrides
-    from scalelong.presets import RUN_PRESETS, run_preset
+    from scalelong.comparison import default_workers, shared_config
+    from scalelong.presets import RUN_PRESETS
     from scalelong.report.kappa import probe_rows, probe_section
     from scalelong.stability.probe import probe, round_members, train_member
 
     if preset not in RUN_PRESETS and Path(preset).is_dir():
         raise ValueError(
             f"--probe trains the recipe of a preset, and {preset} is a folder. Name the preset that is nearest "
-            f"({', '.join(RUN_PRESETS)}) and change it with --set, or leave out --probe to measure the folder."
+            f"({', '.join(RUN_PRESETS)}) and begin with the folder's weights, by --init {preset}; or leave out "
+            "--probe to measure the folder."
         )
-    base = with_overrides(run_preset(preset), [*(DIGITS_SETTINGS if preset == "digits" else ()), *settings])
+    base = shared_config(preset, settings, init)
     device = experiment.default_device()
     workers = default_workers(device)
     with opened_data(data, dry_run) as store:
-        first = round_members(base, plan.kappas, plan.seeds, plan.sizes()[-1][0], runs)
+        first = round_members(base, plan.kappas, plan.seeds, plan.sizes()[-1][0], runs, init)
         told = probe_plan(first, plan, store, runs, workers, device)  # what is wrong is told before the first run
         _check_several_skips(first[0].config, store)
         if dry_run:
@@ -250,10 +266,9 @@ def _probe(
         def train(group: list[Member]) -> list[bool]:
             return run_with_bars(group, store.folder, min(workers, len(group)), train_member)
 
-        found = probe(base, plan, runs, train)
+        found = probe(base, plan, runs, train, init)
     if found is None:
-        typer.echo("stopped; what was done is saved, and the same command goes on.", err=True)
-        raise typer.Exit(1)
+        stopped()
     result = found.as_dict()
     if not as_json:
         print_table(probe_rows(result), "loss and oscillation, mean ± half the range over seeds")

@@ -124,10 +124,12 @@ def _is_done(task: LineTask) -> bool:
 def in_words(seconds: float) -> str:
     """A time as people say it.
 
-    >>> [in_words(s) for s in (0.4, 59, 130, 4000)]
-    ['0 s', '59 s', '2 min', '1 h 7 min']
+    >>> [in_words(s) for s in (0.4, 59, 130, 4000, 300_000)]
+    ['0 s', '59 s', '2 min', '1 h 7 min', '3 days']
     """
     if seconds < 60:
         return f"{seconds:.0f} s"
+    if seconds > 72 * 3600:
+        return f"{seconds / 86_400:,.0f} days"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -55,7 +55,7 @@ def _options(
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 failed, 2 bad usage. Bad input gets its sentence and no traceback."""
+    """Exit codes: 0 done, 1 failed, 2 bad usage, 130 stopped by Ctrl-C. Bad input gets a sentence, no traceback."""
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _shown_once()

@@ -100,7 +100,7 @@ def _published_text(data: PublishedData) -> dict[str, Any] | None:
 
 def training_plan(config: RunConfig, store: Store, out: Path, device: str, begin: Beginning) -> Plan:
     """What `train` would do with a config on this data and device, and what a step of it costs."""
-    from scalelong.costs import costs_of
+    from scalelong.costs import costs_of, hours_of
     from scalelong.experiment import Branch, as_begun, last_step
     from scalelong.world import rank_and_size
 
@@ -110,8 +110,14 @@ def training_plan(config: RunConfig, store: Store, out: Path, device: str, begin
     begin.model(fitted, "meta")  # the weights fit, or a sentence
     if isinstance(begin, Branch):
         plan["starts_at"] = last_step(begin.run)
-    costs = costs_of(fitted, rank_and_size()[1])
-    return {**plan, "begins": begin.told(), "precision": fitted.train.precision, "costs": costs.as_dict()}
+    processes = rank_and_size()[1]
+    return {
+        **plan,
+        "begins": begin.told(),
+        "precision": fitted.train.precision,
+        "costs": costs_of(fitted, processes).as_dict(),
+        "hours": round(hours_of(fitted, device, done=plan["starts_at"]) / processes, 4),
+    }
 
 
 def checked(config: RunConfig, store: Store, out: Path, device: str) -> tuple[RunConfig, int]:
@@ -169,8 +175,15 @@ def training_text(plan: Plan) -> str:
         f"{json.dumps(plan['config'], indent=2, ensure_ascii=False)}\n"
         f"{_reading_text(plan)}{_costs_text(plan)}\n"
         f"{plan['images_per_step']} images per step, {plan['steps']:,} steps{resumed}: "
-        f"{plan['epochs']} epochs of {plan['images']:,} images ({plan['data']}); nothing was written."
+        f"{plan['epochs']} epochs of {plan['images']:,} images ({plan['data']}), {_hours_text(plan)}; nothing was "
+        "written."
     )
+
+
+def _hours_text(plan: Plan) -> str:
+    from scalelong.cli.lines import in_words
+
+    return f"about {in_words(3600 * plan['hours'])} here, by the arithmetic alone"
 
 
 def _reading_text(plan: Plan) -> str:
@@ -202,13 +215,16 @@ def _short(number: float) -> str:
 
 def comparison_plan(group: Sequence[Member], store: Store, out: Path, workers: int, device: str) -> Plan:
     """What `compare` would do: a training plan for each run, and their sums."""
+    from scalelong.costs import hours_of
     from scalelong.experiment import Weights, as_begun
 
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; --out is a folder for the runs and their report.")
     runs: list[Plan] = []
+    hours = 0.0
     for member in group:
         plan, fitted = _run_plan(member.config, store, member.folder, device)
+        hours += hours_of(fitted, device, done=plan["starts_at"], threads=1) / (workers if device == "cpu" else 1)
         if member.init is not None and not runs:
             as_begun(Weights(member.init), member.folder).model(fitted, "meta")  # the weights fit, or a sentence
         runs.append({"scaling": member.scaling, "seed": member.seed, "folder": plan.pop("out"), **plan})
@@ -222,6 +238,7 @@ def comparison_plan(group: Sequence[Member], store: Store, out: Path, workers: i
         "state_gib_at_once": round(sum(at_once), 3),
         "total_steps": sum(run["steps"] for run in runs),
         "steps_done": sum(min(run["starts_at"], run["steps"]) for run in runs),
+        "hours": round(hours, 4),
     }
 
 
@@ -238,7 +255,7 @@ def comparison_text(plan: Plan) -> str:
         "The config of the first run; the others differ in scaling and seed.\n\n" + "\n".join(table) + "\n\n"
         f"{len(plan['runs'])} runs of {plan['total_steps']:,} steps in all, {plan['steps_done']:,} of them done, "
         f"{begun}{plan['runs_at_once']} runs at once with {plan['state_gib_at_once']} GiB of state, activations "
-        "not counted; nothing was written."
+        f"not counted, {_hours_text(plan)}; nothing was written."
     )
 
 

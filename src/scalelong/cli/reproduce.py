@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import print_result, progress_bar
+from scalelong.cli.common import print_result, progress_bar, stopped
 from scalelong.cli.compare import seeds_of
 from scalelong.cli.plan import opened_data
 
@@ -114,8 +114,7 @@ def _one(
         task = bar.add_task(what.title, total=sum(m.config.train.steps for m in left), note=f"{len(left)} runs")
         finished = train_all(group, store, at_once, lambda done: _update(bar, task, left, done))
     if not finished:
-        typer.echo("stopped; what was done is saved, and the same command goes on.", err=True)
-        raise typer.Exit(1)
+        stopped()
     from scalelong.training.log import environment
 
     values = what.collect(folders_of(group), store)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import print_result, progress_bar, sampling_of
+from scalelong.cli.common import of_first_weights, print_result, progress_bar, sampling_of
 
 if TYPE_CHECKING:
     from scalelong.data.contexts import Context
@@ -92,11 +92,12 @@ def sample(
         place.finish(world)
     captions = {"captions": [told[i % len(told)] for i in range(num)]} if told else {}
     guided = "" if how["guidance"] == 1 else f", guidance w = {how['guidance']:g}"
+    begun = of_first_weights(loaded.config.train, loaded.ema_rate, loaded.step)
     print_result(
         {"out": str(out), "num": num, **about, **captions},
         as_json,
         f"{out}: {num} images{_of_class(number, loaded.class_names)}, weights of step {loaded.step:,} averaged at "
-        f"{loaded.ema_rate}, {how['sampler']} with {how['steps']} steps{guided}.",
+        f"{loaded.ema_rate}{f' ({begun})' if begun else ''}, {how['sampler']} with {how['steps']} steps{guided}.",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scalelong.cli.common import (
+    STOPPED,
     is_first_process,
     print_result,
     progress_bar,
+    say_averages,
     say_cpu,
     say_warm_up,
     with_values,
@@ -133,6 +136,7 @@ def train(
     from scalelong.metrics.features import check_images, check_kind
     from scalelong.presets import run_preset
     from scalelong.training.trackers import check_logger
+    from scalelong.world import rank_and_size
 
     check_logger(logger)
     _check_asked(held_out, "--held-out", {"--held-out-every": held_out_every, "--held-out-num": held_out_num})
@@ -161,7 +165,10 @@ def train(
         if data is None and not dry_run:
             _say_digits(preset)
         _say_null_class(config, run_preset(preset).data.label_dropout)
-        say_warm_up(config)
+        # What is done cannot be done otherwise.
+        if is_first_process() and experiment.last_step(out) < config.train.steps:
+            say_warm_up(config)
+            say_averages(config)
         if dry_run:
             plan = training_plan(config, store, out, device, begin)
             print_result(plan, as_json, training_text(plan))
@@ -175,12 +182,16 @@ def train(
             judges.append(_quality(config, store, features, inception, device, num, evaluate_every))
         stop_after_s = math.inf if stop_after is None else 60 * stop_after
         how: dict[str, Any] = {"logger": logger, "judges": judges, "stop_after_s": stop_after_s, "begin": begin}
+        until = time.monotonic() + stop_after_s
         done, trained = _run(config, store, out, device, **how)
     if is_first_process():
         _write_report(out)
     step = config.train.steps if done and trained else experiment.last_step(out)
     told = _told(out, step, config.train.steps, done, trained)
     print_result({"out": str(out), "done": done, "step": step}, as_json, f"{told} Next: scalelong sample {out}")
+    # Of several processes the launcher was stopped, and says so itself.
+    if not done and time.monotonic() < until and rank_and_size()[1] == 1:
+        raise typer.Exit(STOPPED)
 
 
 def _told(out: Path, step: int, steps: int, done: bool, trained: bool) -> str:
