@@ -112,7 +112,7 @@ for tokens, dim in ((65, 32), (66, 32), (129, 64), (258, 64)):
     for found, expected in ((out, reference), *zip(ours.grad.chunk(3, 2), want.grad.chunk(3, 2))):
         for part in parts(tokens):
             assert relative(found[:, part], expected[:, part]) < 1e-5, (tokens, part)
-hidden, bias, grad = 3 * torch.randn(137, 256), torch.randn(256), torch.randn(137, 256)
+hidden, bias, grad = 3 * torch.randn(8201, 256), torch.randn(256), torch.randn(8201, 256)  # a column of 65 sums
 ours = [t.clone().requires_grad_() for t in (hidden, bias)]
 want = [t.double().requires_grad_() for t in (hidden, bias)]
 out, reference = _activate(*ours), F.gelu(want[0] + want[1])
@@ -342,6 +342,7 @@ for half, head in (
     ):
         print(launched(kernel, {name: made[name] for name in kernel.arg_names if name in made}, launch, **head))
 print(launched(gelu_triton.bias_gelu_backward, activation, gelu.BACKWARD, COLUMNS=2048))
+print(launched(gelu_triton.column_sums, {"partial": wide, "out": wide, "rows": "i32"}, gelu.SUMS, COLUMNS=2048))
 """
 
 

@@ -15,6 +15,7 @@ from scalelong.kernels.support import is_plain_linear, kernels_run_on
 # How the kernels are launched: numbers a program; backward, its columns, its rows and how often it takes as many.
 FORWARD = {"BLOCK": 1024, "num_warps": 4}
 BACKWARD = {"BC": 64, "BR": 64, "REPEAT": 2, "num_warps": 4}
+SUMS = {"BC": 16, "BR": 64, "num_warps": 4}
 
 
 def linear_gelu(x: Tensor, layer: nn.Module) -> Tensor:
@@ -79,14 +80,16 @@ def _activate_backward(hidden: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tens
     hidden, bias, grad = hidden.contiguous(), bias.contiguous(), grad.contiguous()
     columns = hidden.shape[-1]
     rows = hidden.numel() // columns
-    d_hidden = torch.empty_like(hidden)
+    d_hidden, d_bias = torch.empty_like(hidden), torch.empty_like(bias)
     programs = -(-rows // (BACKWARD["BR"] * BACKWARD["REPEAT"]))
     sums = torch.empty((programs, columns), dtype=torch.float32, device=hidden.device)
     with torch.cuda.device_of(hidden):
         gelu_triton.bias_gelu_backward[(programs, columns // BACKWARD["BC"])](
             hidden, bias, grad, d_hidden, sums, rows, COLUMNS=columns, **BACKWARD
         )
-    return d_hidden, sums.sum(0).to(bias.dtype)
+        # torch's sum of these would clear its counters first, in a kernel of its own.
+        gelu_triton.column_sums[(columns // SUMS["BC"],)](sums, d_bias, programs, COLUMNS=columns, **SUMS)
+    return d_hidden, d_bias
 
 
 @_activate_backward.register_fake

@@ -62,3 +62,14 @@ def bias_gelu_backward(
         tl.store(d_hidden + where, d.to(d_hidden.dtype.element_ty), mask=here)
         total += tl.sum(d, 0)
     tl.store(partial + tl.program_id(0) * COLUMNS + columns, total)
+
+
+@triton.jit
+def column_sums(partial, out, rows, COLUMNS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr):
+    """out = Σ partial, [rows, COLUMNS] -> [COLUMNS], always in the same order."""
+    columns = tl.program_id(0) * BC + tl.arange(0, BC)
+    total = tl.zeros([BR, BC], tl.float32)
+    for start in range(0, rows, BR):
+        r = start + tl.arange(0, BR)
+        total += tl.load(partial + r[:, None] * COLUMNS + columns[None, :], mask=r[:, None] < rows, other=0.0)
+    tl.store(out + columns, tl.sum(total, 0).to(out.dtype.element_ty))
