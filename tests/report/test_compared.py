@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from scalelong.report.compared import (
     conclude,
     conclude_by_noise,
     finding,
+    finding_by_noise,
     show,
     spread,
     summary_rows,
@@ -124,8 +126,8 @@ def test_where_in_the_process_a_scaling_changes_the_loss():
     assert found["ls"] == [pytest.approx([-0.5, 0.1, 0.2]), pytest.approx([-0.55, -0.1, 0.3])]
     assert found["cs:0.7"] == [[0.0, 0.0, 0.0]]
     assert conclude_by_noise(found) == (
-        "Beyond the spread over 2 seeds, the loss against none's: ls is lower at 0 … 0.333333 (by 52%) and higher "
-        "at 0.666667 … 1 (by 25%). By chance alone 0.9 of 3 stretches would differ as much, and neighbours go "
+        "Beyond the spread over 2 seeds, the loss against none's: ls is lower at 0 … 0.333 (by 52%) and higher "
+        "at 0.667 … 1 (by 25%). By chance alone 0.9 of 3 stretches would differ as much, and neighbours go "
         "together."
     )
     assert conclude_by_noise({"none": [], "ls": found["cs:0.7"]}) == ""  # one seed
@@ -135,6 +137,32 @@ def test_where_in_the_process_a_scaling_changes_the_loss():
         "0 … 0.25 and 0.5 … 1 (by 10 … 20%); cs:0.7 is lower at 0 … 0.5 and 0.75 … 1 (by 10 … 20%); ie differs "
         "nowhere. By chance alone 1 of 4 stretches would differ as much, and neighbours go together."
     )
+
+
+def test_where_nothing_is_concluded_it_is_not_by_noise_either():
+    none, ls = ([by_noise(scaling, seed, *losses) for seed in (0, 1)]
+                for scaling, losses in (("none", (1.0, 1.0)), ("ls", (0.5, 0.5))))  # fmt: skip
+    assert "ls is lower at 0 … 1 (by 50%)" in finding_by_noise(by_scaling([*none, *ls]), {})
+    for gone in ("none", "ls"):
+        assert finding_by_noise(by_scaling([*none, *ls]), by_scaling([lost(gone, 2)])) == ""
+    for run in ls:
+        run.rows.append({"step": 2000, "loss": 0.1})
+    assert "not equally far" in finding(by_scaling([*none, *ls]))
+    assert finding_by_noise(by_scaling([*none, *ls]), {}) == ""
+
+
+def test_none_that_diverged_at_a_placement_is_no_reference_there():
+    def placed(run):
+        model = replace(run.config.model, placement="norm")
+        return replace(run, config=replace(run.config, model=model))
+
+    runs = [
+        placed(by_noise(scaling, seed, 1.0 + (scaling == "ls"))) for scaling in ("none", "ls") for seed in (0, 1)
+    ]
+    gone = by_scaling([placed(lost("none", 2))])
+    assert list(gone) == ["none at norm"]
+    assert "ls at norm is higher at 0 … 1 (by 100%)" in finding_by_noise(by_scaling(runs), {})
+    assert finding_by_noise(by_scaling(runs), gone) == ""
 
 
 def test_runs_that_did_not_ask_by_noise_have_no_such_figure():

@@ -471,6 +471,14 @@ def test_a_run_that_diverged_ends_in_a_cross_and_shortens_no_other(tmp_path):
     assert told == ["CS (1 diverged)", "LS (1 diverged)"]
 
 
+def test_a_number_that_was_not_to_be_had_on_the_way_is_a_gap_and_no_divergence():
+    _, (axes,) = panels(1)
+    draw_curves(axes, {"CS": [run(NAN, 5.0, 3.0, steps=(1, 2, 3)), run(9.0, 7.0, 5.0, steps=(1, 2, 3))]}, "FID")
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["CS"]
+    (line,) = axes.lines
+    np.testing.assert_array_equal(line.get_ydata(), [NAN, 6.0, 4.0])
+
+
 def test_data_files_are_json_for_everybody(tmp_path):
     values = {"measure": "FID", "values": {"none": [1.0, NAN], "CS": [INF, 2.0]}}
     write_data(tmp_path, values, {"command": "x"})

@@ -27,7 +27,7 @@ BASE = with_overrides(run_preset("digits"), TINY)
 
 def score(spec, losses, reference=(0.5, 0.6, 0.7)):
     kappa = 1.0 if spec == "none" else float(spec[3:])
-    differences = [0.0 if a == b else a - b for a, b in zip(losses, reference, strict=True)]
+    differences = [a - b for a, b in zip(losses, reference, strict=True)]
     return Score(
         kappa=kappa, spec=spec, steps=100, losses=list(losses), oscillations=[0.1] * 3, differences=differences
     )
@@ -63,7 +63,8 @@ INF = math.inf
         ([-INF, -0.1, -0.1], True),
         ([-INF, -0.1, -0.5], False),
         ([INF, INF, 0.1], True),
-        ([INF, INF, 0.0], False),  # a seed in which both diverged
+        ([INF, INF, math.nan], False),  # a seed in which both diverged
+        ([-0.1, -0.1, math.nan], False),
         ([-INF, INF, 0.1], False),
         ([-INF] * 3, True),
     ],
@@ -80,6 +81,12 @@ def test_what_is_better_than_a_divergence_is_told_without_infinite_numbers():
 
     assert told((INF,) * 3) == "cs:0.7 trains, and no scaling diverges in every seed"
     assert told((INF, 0.6, 0.7)).endswith("beyond the spread; in 1 of 3 seeds no scaling diverges")
+
+
+def test_two_runs_that_diverged_have_no_difference():
+    both = score("none", (INF, 0.6, 0.7), (INF, 0.6, 0.7)), score("cs:0.7", (INF, 0.5, 0.6), (INF, 0.6, 0.7))
+    rows = probe_rows(judge([list(both)]).as_dict())
+    assert rows[1]["less none's"] == "-0.1 ± 0; diverged in 1 of 3"
 
 
 def better_by_chance(seeds, kept_share, probes=2000):

@@ -10,12 +10,13 @@ import torch
 from scalelong.data.prepare import prepare
 from scalelong.data.sources import digits
 from scalelong.diffusion.process import mean_square_norm, process_named
-from scalelong.report.theory import theory_sections
+from scalelong.report.theory import read_theory, theory_sections
 from scalelong.stability import robustness, theorems, theory
 from scalelong.stability.noise_ratio import Norms, advise_from
 from scalelong.stability.statements import Check, fit_line, statement_from, verdict
 from scalelong.stability.theorems import NETS, Settings
 from scalelong.stability.toy_net import LongSkipNet
+from scalelong.training.log import for_json
 
 SMALL = Settings(num_skips=3, width=32, inits=3)
 AS_WRITTEN, KEEPING = NETS
@@ -224,7 +225,7 @@ def test_the_verdicts_of_the_full_size():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_nothing_is_judged_by_what_is_no_number(bad):
+def test_nothing_is_judged_by_what_is_no_number(bad, tmp_path):
     assert math.isnan(fit_line([1.0, 2.0, bad], [1.0, 2.0, 3.0]).r2)
     rows = [{"where": "here", "x": float(i), "y": bad if i == 2 else 4.0 * i} for i in range(1, 4)]
     assert [check.holds for check in theorems.judge_gradients(rows).checks] == [None]
@@ -233,6 +234,9 @@ def test_nothing_is_judged_by_what_is_no_number(bad):
     gain = robustness.judge_gain(rows)
     assert [check.holds for check in gain.checks] == [None, None]
     assert robustness.judge_direction([{"pair": 1.0, "cs": bad, "cs-reversed": 1.0}]).verdict == "not judged"
-    (section,) = theory_sections([gain.as_dict()])
-    assert section.verdict == "It is not judged."
+    file = tmp_path / "theory.json"
+    file.write_text(json.dumps(for_json({"statements": [gain.as_dict()]})))
+    (section,) = theory_sections(read_theory(file))
+    assert "<svg" in section.svg
+    assert section.verdict == "Verdict: not judged."
     assert [row["holds"] for row in section.rows] == ["–", "–"]

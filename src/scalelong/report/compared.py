@@ -98,12 +98,17 @@ def differences_to_none(groups: Groups, scaling: str, value_of: Callable[[Run], 
 
 def _beside_none(groups: Groups, scaling: str, value_of: Callable[[Run], _Value]) -> list[tuple[_Value, _Value]]:
     """Seed by seed, a scaling's value and that of none."""
-    runs = groups[scaling]
-    none = "none" + scaling.removeprefix(runs[0].config.model.scaling)  # at the same placement
+    none = _plain_of(groups, scaling)
     if scaling == none:
         return []
-    plain, found = _by_seed(groups.get(none, groups.get("none", [])), value_of), _by_seed(runs, value_of)
+    plain, found = _by_seed(groups.get(none, []), value_of), _by_seed(groups[scaling], value_of)
     return [(found[seed], plain[seed]) for seed in found if seed in plain]
+
+
+def _plain_of(groups: Groups, scaling: str) -> str:
+    """What a scaling is told against: none at the same placement, or else at the paper's."""
+    placed = "none" + scaling.removeprefix(groups[scaling][0].config.model.scaling)
+    return placed if placed in groups else "none"
 
 
 def _by_seed(runs: list[Run], value_of: Callable[[Run], _Value]) -> dict[int, _Value]:
@@ -122,10 +127,8 @@ def finding(groups: Groups) -> str:
     """
     runs = [run for group in groups.values() for run in group]
     ended = [run for run in runs if not run.divergence]
-    if apart := set_apart(runs):
-        return f"Nothing is concluded: the runs differ in more than scaling and seed, in {'; '.join(apart)}."
-    if len(steps := sorted({run.step for run in ended})) > 1:
-        return f"Nothing is concluded: the runs are not equally far, at steps {steps[0]:,} to {steps[-1]:,}."
+    if why := _set_apart(runs):
+        return f"Nothing is concluded: {why}."
     held_out = all(held_out_loss(run) is not None for run in ended)
     measure, loss = (held_out_loss, "held-out loss") if held_out else (training_loss, "loss")
 
@@ -135,6 +138,15 @@ def finding(groups: Groups) -> str:
     found = {scaling: differences_to_none(groups, scaling, value_of) for scaling in groups}
     concluded = conclude({scaling: values for scaling, values in found.items() if values}, loss)
     return f"{concluded}{_of_first_weights(ended)}" if concluded and held_out else concluded
+
+
+def _set_apart(runs: Sequence[Run]) -> str:
+    """Why runs cannot be told against each other, if they cannot."""
+    if apart := set_apart(list(runs)):
+        return f"the runs differ in more than scaling and seed, in {'; '.join(apart)}"
+    if len(steps := sorted({run.step for run in runs if not run.divergence})) > 1:
+        return f"the runs are not equally far, at steps {steps[0]:,} to {steps[-1]:,}"
+    return ""
 
 
 def _of_first_weights(runs: Sequence[Run]) -> str:
@@ -219,6 +231,19 @@ def _by_noise(run: Run) -> list[float]:
     return rows[-1] if rows else []
 
 
+def finding_by_noise(groups: Groups, lost: Groups) -> str:
+    """At which noise levels scalings differ, if none of their runs was `lost`, nor of those without scaling."""
+    every = [run for runs in (*groups.values(), *lost.values()) for run in runs]
+    if _set_apart(every):
+        return ""
+    whole = {
+        scaling: rows
+        for scaling, rows in changes_by_noise(groups).items()
+        if scaling not in lost and _plain_of({**lost, **groups}, scaling) not in lost
+    }
+    return conclude_by_noise(whole)
+
+
 def conclude_by_noise(changes: dict[str, list[list[float]]]) -> str:
     """At which noise levels, 0 for none to 1 for all, a scaling changes the loss beyond the spread over seeds.
 
@@ -250,10 +275,15 @@ def _where(rows: Sequence[Sequence[float]]) -> str:
     for word, sign in (("lower", -1), ("higher", 1)):
         places = [i for i, mean in enumerate(means) if sign * mean > 0]
         if places:
-            sizes = sorted({f"{100 * abs(means[i]):.2g}" for i in places}, key=float)
+            sizes = sorted({_percent(abs(means[i])) for i in places}, key=float)
             by = f"{sizes[0]} … {sizes[-1]}" if len(sizes) > 1 else sizes[0]
             parts.append(f"{word} at {_listed(_ranges(places, len(means)))} (by {by}%)")
     return f"is {' and '.join(parts)}" if parts else "differs nowhere"
+
+
+def _percent(share: float) -> str:
+    """Two digits, and those before the point."""
+    return f"{100 * share:.2g}" if share < 0.1 else f"{100 * share:.0f}"
 
 
 def _ranges(places: Sequence[int], count: int) -> list[str]:
@@ -264,7 +294,7 @@ def _ranges(places: Sequence[int], count: int) -> list[str]:
     """
     begins = [i for i in places if i - 1 not in places]
     ends = [i for i in places if i + 1 not in places]
-    return [f"{begin / count:g} … {(end + 1) / count:g}" for begin, end in zip(begins, ends, strict=True)]
+    return [f"{begin / count:.3g} … {(end + 1) / count:.3g}" for begin, end in zip(begins, ends, strict=True)]
 
 
 def _listed(parts: list[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from scalelong.config import RunConfig
 from scalelong.data.files import write_whole
 from scalelong.report import figures
-from scalelong.report.compared import Groups, changes_by_noise, conclude_by_noise, finding, summary_rows
+from scalelong.report.compared import Groups, changes_by_noise, finding, finding_by_noise, summary_rows
 from scalelong.report.runs import Run, by_scaling, has_quality, quality_key, ran_together, set_apart
 from scalelong.version import __version__
 
@@ -98,8 +98,6 @@ def _sections(groups: Groups, lost: Groups) -> list[Section]:
     every = [run for runs in groups.values() for run in runs]
     key, name = quality_key(every)
     band = " The band is the range over seeds." if any(len(runs) > 1 for runs in groups.values()) else ""
-    by_noise = changes_by_noise(groups)
-    whole = {} if "none" in lost else {name: rows for name, rows in by_noise.items() if name not in lost}
     cross = " A line that ends in a cross is of a run that diverged there." if lost else ""
     return [
         Section(
@@ -116,8 +114,8 @@ def _sections(groups: Groups, lost: Groups) -> list[Section]:
             "Where in the process",
             "The held-out loss at the end against that of none with the same seed, by noise level: below 0 is "
             f"better than none.{band}",
-            figures.changes(by_noise, "held-out loss against none's, %"),
-            verdict="" if set_apart(every) else conclude_by_noise(whole),
+            figures.changes(changes_by_noise(groups), "held-out loss against none's, %"),
+            verdict=finding_by_noise(groups, lost),
         ),
         Section(
             "Quality against steps",

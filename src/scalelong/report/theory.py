@@ -9,10 +9,9 @@ from typing import Any
 
 from scalelong.report.figures import drawn
 from scalelong.report.page import Section
+from scalelong.training.log import from_json
 
 Statement = dict[str, Any]
-
-
 _HOLDS = {True: "yes", False: "no", None: "–"}
 
 
@@ -24,7 +23,7 @@ def theory_sections(statements: Sequence[Statement]) -> list[Section]:
             statement["claim"],
             _FIGURES[statement["name"]](statement) if statement["name"] in _FIGURES else "",
             panels=len({row.get("where") for row in statement["rows"]}) > 1,
-            verdict=f"It {statement['verdict']}.".replace("It not", "It is not"),
+            verdict=f"Verdict: {statement['verdict']}.",
             rows=[
                 {"where": check["where"], "holds": _HOLDS[check["holds"]], "found": check["found"]}
                 for check in statement["checks"]
@@ -38,7 +37,7 @@ def theory_sections(statements: Sequence[Statement]) -> list[Section]:
 def read_theory(file: Path) -> list[Statement]:
     """What `scalelong theory --json` printed."""
     try:
-        statements: list[Statement] = json.loads(file.read_text(encoding="utf-8"))["statements"]
+        statements: list[Statement] = from_json(json.loads(file.read_text(encoding="utf-8")))["statements"]
         for statement in statements:
             _ = [statement[key] for key in ("name", "claim", "rule", "checks", "verdict", "rows", "remark")]
     except (ValueError, KeyError, TypeError) as error:

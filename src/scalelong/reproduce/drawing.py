@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 
 from scalelong.reproduce.plan import Data
@@ -29,28 +30,31 @@ def panels(count: int, *, width: float = 4.2, height: float = 3.2) -> tuple[Any,
 
 
 def draw_curves(axes: Any, found: Data, ylabel: str, *, log: bool = True) -> None:
-    """One line per variant: the mean over seeds, and their range as a band. A run that diverged is a thin line that
-    ends in a cross, and in no mean."""
+    """One line per variant: the mean over seeds, and their range as a band; a gap where a value is no number. A run
+    that diverged, whose last value is infinite, is a thin line that ends in a cross, and in no mean."""
     for name, runs in found.items():
         colour = colour_of(name)
-        lost = [run for run in runs if not all(map(math.isfinite, run["values"]))]
+        lost, whole = ([run for run in runs if has_diverged(run) is it_has] for it_has in (True, False))
         for run in lost:
-            points = [(s, v) for s, v in zip(run["steps"], run["values"], strict=True) if math.isfinite(v)]
-            axes.plot(*zip(*points, strict=True) if points else ([], []), color=colour, lw=0.7, ls="--")
-            axes.plot(*zip(*points[-1:], strict=True) if points else ([], []), "x", color=colour)
-        told = f"{name} ({len(lost)} diverged)" if lost else name
-        whole = [run for run in runs if run not in lost]
-        steps = sorted(set.intersection(*(set(run["steps"]) for run in whole))) if whole else []
-        table = [[dict(zip(run["steps"], run["values"], strict=True))[s] for run in whole] for s in steps]
-        if not table:
-            if lost:
-                axes.plot([], [], color=colour, label=told)
-            continue
-        axes.plot(steps, [sum(row) / len(row) for row in table], color=colour, label=told, lw=1.4)
-        axes.fill_between(steps, list(map(min, table)), list(map(max, table)), color=colour, alpha=0.2, lw=0)
+            steps, values = run["steps"][:-1], run["values"][:-1]
+            axes.plot(steps, values, color=colour, lw=0.7, ls="--")
+            axes.plot(steps[-1:], values[-1:], "x", color=colour)
+        points = [dict(zip(run["steps"], run["values"], strict=True)) for run in whole]
+        steps = sorted(set.intersection(*map(set, points))) if points else []
+        table = np.array([[run[step] for step in steps] for run in points]).reshape(len(points), len(steps))
+        if steps:
+            axes.fill_between(steps, table.min(0), table.max(0), color=colour, alpha=0.2, lw=0)
+        if runs:
+            told = f"{name} ({len(lost)} diverged)" if lost else name
+            axes.plot(steps, table.mean(0) if steps else [], color=colour, label=told, lw=1.4)
     axes.set(xlabel="step", ylabel=ylabel, **({"yscale": "log"} if log else {}))
     several = any(len(runs) > 1 for runs in found.values())
     axes.legend(frameon=False, fontsize=8, title="mean and range over seeds" if several else None, title_fontsize=8)
+
+
+def has_diverged(run: Data) -> bool:
+    """Whether a curve ends so; a value on the way that is no number was only not to be had."""
+    return bool(run["values"][-1:] == [math.inf])
 
 
 def draw_values(axes: Any, values: Mapping[str, Sequence[float]], title: str, ylabel: str) -> None:

@@ -224,9 +224,8 @@ def parse_scaling(spec: str | Scaling) -> Scaling:
             f"the placement is no part of a scaling, got {spec!r}; it is an option of its own, placement='norm' "
             "(in commands --set model.placement=norm)."
         )
-    if name not in _READERS and (meant := re.fullmatch(r"([a-z-]*)=?([\d.]+)", name)):
-        kind = meant[1] if meant[1] in ("cs", "cs-reversed", "uniform") else "cs"
-        raise ValueError(f"unknown scaling {spec!r}; did you mean '{kind}:{meant[2]}'?")
+    if name not in _READERS and (meant := re.fullmatch(r"(cs|cs-reversed|uniform)?[-=]?(0?\.\d+|1)", name)):
+        raise ValueError(f"unknown scaling {spec!r}; did you mean '{meant[1] or 'cs'}:{meant[2]}'?")
     if name not in _READERS:
         near = get_close_matches(name, _READERS, n=1)
         asked = f"did you mean {near[0]}? The" if near else "the"

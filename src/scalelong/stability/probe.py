@@ -69,7 +69,7 @@ class Score:
     steps: int
     losses: list[float]
     oscillations: list[float]  # index of the gradient norm
-    differences: list[float]  # loss less that of no scaling, seed by seed
+    differences: list[float]  # loss less that of no scaling, seed by seed; no number where both diverged
 
     @property
     def loss(self) -> float:
@@ -180,7 +180,7 @@ def score_round(group: Sequence[Member], steps: int, seeds: Sequence[int]) -> li
             steps=steps,
             losses=[by_seed[seed][0] for seed in seeds],
             oscillations=[by_seed[seed][1] for seed in seeds],
-            differences=[_difference(by_seed[seed][0], reference[seed][0]) for seed in seeds],
+            differences=[by_seed[seed][0] - reference[seed][0] for seed in seeds],
         )
         for scaling, by_seed in found.items()
     ]
@@ -224,11 +224,6 @@ def _told(best: Score) -> str:
 def spec_of(kappa: float) -> str:
     """κ = 1 is no scaling."""
     return "none" if kappa == 1 else str(CS(kappa))
-
-
-def _difference(loss: float, reference: float) -> float:
-    """A run that diverged has an infinite loss; two of them do not differ."""
-    return 0.0 if loss == reference else loss - reference
 
 
 def _reached(folder: Path) -> float:
