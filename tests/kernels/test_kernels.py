@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from scalelong.kernels.attention import attention, shape_of
+from scalelong.kernels import gelu
+from scalelong.kernels.attention import _kernels_serve, attention, shape_of
 from scalelong.kernels.attention import by_definition as attention_by_hand
 from scalelong.kernels.gelu import bias_gelu, linear_gelu
 from scalelong.kernels.support import is_plain_linear
@@ -23,6 +24,18 @@ def by_definition(qkv, heads):
     q, k, v = qkv.double().unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def targets_of_compiled_attention(qkv):
+    """The operators, other than views, that a compiler is given for it."""
+    seen = set()
+
+    def backend(graph, _):
+        seen.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    torch.compile(lambda x: attention(x, 8), backend=backend, fullgraph=True)(qkv)
+    return {target for target in seen if "getitem" not in target}
 
 
 def relative(a, b):
@@ -127,9 +140,10 @@ MISTAKEN = """
 import warnings
 import torch
 from scalelong.kernels import attention as ours, checking
-from tests.kernels.test_kernels import by_definition, relative
+from tests.kernels.test_kernels import by_definition, relative, targets_of_compiled_attention
 
 ours.kernels_run_on, ours.has_large_shared_memory = lambda tensor: True, lambda device: True
+ours._REPEAT = 1
 asked, attend, right = [], ours.attend, ours.attend_backward
 ours.attend = lambda *given: asked.append(given[0].shape[1]) or attend(*given)
 
@@ -149,6 +163,11 @@ assert asked == [65, 65, 66, 66], asked  # a check, a call
 assert near(ours.attention, 65)
 assert asked == [65, 65, 66, 66, 65], asked  # asked once
 assert torch.equal(torch.get_rng_state(), state)
+assert targets_of_compiled_attention(torch.randn(1, 65, 3 * 8 * 32)) == {"scalelong.attention.default"}
+del asked[5:]
+heads = torch.compile(ours.attention, backend="eager", fullgraph=True, dynamic=True)
+assert near(heads, 65)  # with a number of heads that the compiler takes for one that may change
+del asked[5:]
 with torch.no_grad():  # what is right on the way back is right
     ours.attention(torch.randn(1, 65, 192), 2)
 assert asked[5:] == [65], asked
@@ -183,6 +202,17 @@ with torch.no_grad():  # the way back is not asked about where nobody goes it
 def refuses(*given):
     raise RuntimeError("out of resources: shared memory\\nof 227 KiB")
 
+def is_full(*given):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+ours.attend_backward = is_full
+checking._verdicts.clear()
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    for attention in (ours.attention, torch.compile(ours.attention, backend="eager", fullgraph=True)):
+        assert near(attention, 65)
+assert ["no memory left" in str(w.message) for w in told] == [True, True] and not checking._verdicts
+
 for fails, reason in (
     (lambda *given: right(*given) * float("nan"), "kernels for attention are off by nan on"),
     (refuses, "kernels for attention cannot be run (RuntimeError: out of resources: shared memory) on"),
@@ -205,6 +235,7 @@ from tests.kernels.test_kernels import by_definition, relative
 runs, attend = [], ours.attend
 ours.attend = lambda *given: runs.append(1) or attend(*given)
 ours.has_large_shared_memory = lambda device: True
+ours._REPEAT = 1
 ours.kernels_run_on = gelu.kernels_run_on = lambda tensor: support._first_derivatives_suffice()
 qkv, v = torch.randn(1, 65, 192).double(), torch.randn(1, 65, 192).double()
 exact = torch.func.jvp(lambda x: by_definition(x, 2), (qkv,), (v,))[1]
@@ -364,6 +395,7 @@ def test_attention_on_a_gpu(tokens, dtype):
     qkv = torch.randn(8, tokens, 3 * 512, device="cuda", dtype=dtype, requires_grad=True)
     grad = torch.randn(8, tokens, 512, device="cuda", dtype=dtype)
     want = qkv.detach().double().requires_grad_()
+    assert _kernels_serve(qkv.detach(), 8)
     out, reference = attention(qkv, 8), by_definition(want, 8)
     out.backward(grad)
     reference.backward(grad.double())
@@ -373,12 +405,20 @@ def test_attention_on_a_gpu(tokens, dtype):
 
 
 @GPU
+def test_a_compiled_model_runs_them():
+    assert targets_of_compiled_attention(torch.randn(2, 257, 1536, device="cuda", dtype=torch.bfloat16)) == {
+        "scalelong.attention.default"
+    }
+
+
+@GPU
 def test_gelu_on_a_gpu():
     torch.manual_seed(0)
     layer = nn.Linear(512, 2048).cuda()
     x = torch.randn(8, 257, 512, device="cuda")
     with torch.autocast("cuda", torch.bfloat16):
         out = linear_gelu(x, layer)
+        assert gelu._kernels_serve(out.detach(), layer.bias)
     out.float().square().sum().backward()
     gradients = layer.weight.grad.clone(), layer.bias.grad.clone()
     layer.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from functools import partial
 from itertools import product
 
@@ -13,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from scalelong.kernels.attention_op import HEAD_DIMS, TOKENS, attend, attend_backward
 from scalelong.kernels.checking import agrees, largest_error
 from scalelong.kernels.support import has_large_shared_memory, kernels_run_on
+
+_REPEAT = 16  # of the two images that the kernels are compared on
 
 
 def attention(qkv: Tensor, num_heads: int) -> Tensor:
@@ -49,30 +52,36 @@ def _kernels_serve(qkv: Tensor, num_heads: int) -> bool:
     if not (kernels_run_on(qkv) and has_large_shared_memory(qkv.device.index)):
         return False
     shape = shape_of(qkv, num_heads)
-    return shape is not None and _agree(*shape, num_heads, qkv.dtype, str(qkv.device), torch.is_grad_enabled())
+    return shape is not None and _agree(
+        *shape, operator.index(num_heads), qkv.dtype, str(qkv.device), torch.is_grad_enabled()
+    )
 
 
 @torch.compiler.assume_constant_result  # asked when a graph is made, and no part of it
 def _agree(tokens: int, dim: int, heads: int, dtype: torch.dtype, device: str, backward: bool) -> bool:
     error = partial(error_of_kernels, tokens, dim, heads, dtype, device)
     asked = f"{tokens} tokens", f"{heads} heads of {dim}", dtype
-    return agrees("attention", asked, device, backward, error)
+    return agrees("attention", asked, device, backward, error, dtype)
 
 
 def error_of_kernels(
     tokens: int, dim: int, heads: int, dtype: torch.dtype, device: str, backward: bool = True
 ) -> float:
-    """The largest relative error on random numbers, of outputs and gradients, in any row of any head."""
+    """The largest relative error on random numbers, of outputs and gradients, in any row of any head.
+
+    Two images, often enough that a large GPU is as full as in a training.
+    """
     generator = torch.Generator(device).manual_seed(0)
     draw = partial(torch.randn, 2, tokens, generator=generator, device=device)
     qkv, grad = (draw(width * heads * dim).to(dtype) for width in (3, 1))
+    exact = by_definition(qkv, grad, heads)
+    qkv, grad = (t.repeat(_REPEAT, 1, 1) for t in (qkv, grad))
     out, lse = attend(qkv, heads)
     found = [out]
     if backward:
         found += attend_backward(qkv, out, lse, grad, heads).chunk(3, dim=2)
-    exact = by_definition(qkv, grad, heads)[: len(found)]
-    by_head = [[t.unflatten(2, (heads, dim)) for t in side] for side in (found, exact)]
-    return largest_error(list(zip(*by_head, strict=True)))
+    rows = [t.unflatten(0, (-1, 2)).unflatten(3, (heads, dim)) for t in found]
+    return largest_error([(each, want.unflatten(2, (heads, dim))) for each, want in zip(rows, exact, strict=False)])
 
 
 def by_definition(qkv: Tensor, grad: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from functools import partial
 
 import torch
@@ -29,21 +30,29 @@ def linear_gelu(x: Tensor, layer: nn.Module) -> Tensor:
 
 def bias_gelu(hidden: Tensor, bias: Tensor) -> Tensor:
     """[…, C] and [C] -> […, C]."""
-    if kernels_run_on(hidden) and hidden.shape[-1] % 256 == 0 and _agree(hidden.dtype, str(hidden.device)):
+    if _kernels_serve(hidden, bias):
         return _activate(hidden, bias)
     return F.gelu(hidden + bias.to(hidden.dtype))
 
 
+def _kernels_serve(hidden: Tensor, bias: Tensor) -> bool:
+    columns = operator.index(bias.shape[0])  # a constant, also for a compiler
+    fits = kernels_run_on(hidden) and columns % 256 == 0
+    return fits and _agree(columns, hidden.dtype, bias.dtype, str(hidden.device))
+
+
 @torch.compiler.assume_constant_result  # asked when a graph is made, and no part of it
-def _agree(dtype: torch.dtype, device: str) -> bool:
-    return agrees("GELU", (dtype,), device, True, lambda backward: error_of_kernels(dtype, device))
+def _agree(columns: int, dtype: torch.dtype, bias: torch.dtype, device: str) -> bool:
+    asked = f"{columns} columns", dtype, f"bias {bias}"
+    return agrees("GELU", asked, device, True, lambda _: error_of_kernels(columns, dtype, bias, device), dtype)
 
 
-def error_of_kernels(dtype: torch.dtype, device: str) -> float:
+def error_of_kernels(columns: int, dtype: torch.dtype, bias_dtype: torch.dtype, device: str) -> float:
     """The largest relative error of outputs, gradients and the bias' gradient, in any row of random numbers."""
     generator = torch.Generator(device).manual_seed(0)
     draw = partial(torch.randn, generator=generator, device=device)
-    hidden, grad, bias = draw(300, 512).mul(3).to(dtype), draw(300, 512).to(dtype), draw(512)
+    hidden, grad = draw(300, columns).mul(3).to(dtype), draw(300, columns).to(dtype)
+    bias = draw(columns).to(bias_dtype)
     x = hidden.double() + bias.double()
     cumulative = torch.special.ndtr(x)
     slope = grad.double() * (cumulative + x * torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi))

@@ -33,7 +33,7 @@ def bias_gelu_forward(hidden, bias, out, size, COLUMNS: tl.constexpr, BLOCK: tl.
     tl.store(out + i, (x * cumulative).to(out.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # so that the kernel that was checked is the one that runs
 def bias_gelu_backward(
     hidden,
     bias,
@@ -64,7 +64,7 @@ def bias_gelu_backward(
     tl.store(partial + tl.program_id(0) * COLUMNS + columns, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def column_sums(partial, out, rows, COLUMNS: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr):
     """out = Σ partial, [rows, COLUMNS] -> [COLUMNS], always in the same order."""
     columns = tl.program_id(0) * BC + tl.arange(0, BC)

@@ -26,7 +26,7 @@ def kernels_run_on(tensor: Tensor) -> bool:
 
 def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a layer does nothing but weight·x + bias: nobody wraps, hooks or replaces its call."""
-    if type(layer) is not nn.Linear or layer.bias is None or "forward" in vars(layer):
+    if type(layer) is not nn.Linear or layer.bias is None or "forward" in layer.__dict__:
         return False
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     return not any(hooks)
