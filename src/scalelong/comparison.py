@@ -187,9 +187,11 @@ def run_all(
 
 
 def _result(future: Future[bool], interrupted: bool) -> bool:
-    """A process that Ctrl-C met as it was starting is gone without a word, and its run was not done."""
+    """A process that Ctrl-C met as it was starting has gone, or says so, and its run was not done."""
     try:
         return future.result()
+    except KeyboardInterrupt:
+        return False
     except BrokenProcessPool:
         if interrupted:
             return False

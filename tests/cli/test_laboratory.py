@@ -170,7 +170,7 @@ def test_the_theory_is_a_section_of_any_page(tmp_path):
                tmp_path / "page.html", "scalelong theory")  # fmt: skip
     page = (tmp_path / "page.html").read_text()
     assert page.count("<svg") == 3
-    assert page.count("It holds.") == 2
+    assert page.count("Verdict: holds.") == 2
     assert "beyond the spread" in page
     file.write_text("{}")
     with pytest.raises(ValueError, match="not what scalelong theory --json prints"):

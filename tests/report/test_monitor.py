@@ -12,15 +12,16 @@ from scalelong.report.monitor import write_monitor_report, write_monitors_report
 from scalelong.training.log import METRICS, WATCHED
 
 
-def watched(folder, rows, model="Net, 10 parameters in training.", first_step=0):
+def watched(folder, rows, model="Net, 10 parameters in training."):
     folder.mkdir(parents=True)
-    about = {"model": model, "first_step": first_step, "alarm_learns_steps": 150}
+    about = {"model": model, "alarm_learns_steps": 150, "alarm_learnt_steps": 0}
     (folder / WATCHED).write_text(json.dumps(about))
     (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
 def line(step, loss, norm=1.0, **more):
+    more = {"alarm learnt": step} | more
     signals = {"skip norm/0": 5.0, "skip norm/1": norm, "update/a": 0.1, "output/a": 1.0}
     return {"step": step, "loss": loss, "gradient norm": norm, "weight norm": 3.0, "signals": signals, **more}
 
@@ -29,7 +30,7 @@ ALARM = {"step": 180, "signal": "update", "layer": "a", "factor": 3.0, "score": 
 
 
 def test_what_cannot_be_told_yet_is_a_dash(tmp_path):
-    row = {"step": 2, "loss": 0.5, "gradient norm": 1.5, "seconds_per_step": 0.01}
+    row = {"step": 2, "loss": 0.5, "gradient norm": 1.5, "seconds_per_step": 0.01, "alarm learnt": 2}
     write_monitor_report(watched(tmp_path / "run", [row]), tmp_path / "page.html", "a command")
     page = (tmp_path / "page.html").read_text()
     assert "2 steps, 10 ms each. Loss 0.5, gradient norm 1.5, its oscillation index – (" in page
@@ -37,9 +38,9 @@ def test_what_cannot_be_told_yet_is_a_dash(tmp_path):
     assert "None could ring: the alarm learns what is usual in its first 150 steps, and saw 2." in page
 
 
-@pytest.mark.parametrize(("last", "first_step", "rings"), [(150, 0, False), (151, 0, True), (1051, 900, True)])
-def test_no_alarm_is_good_news_only_where_one_could_ring(tmp_path, last, first_step, rings):
-    folder = watched(tmp_path / "run", [line(last, 0.5)], first_step=first_step)
+@pytest.mark.parametrize(("last", "learnt", "rings"), [(150, 150, False), (151, 151, True), (1051, 60, False)])
+def test_no_alarm_is_good_news_only_where_one_could_ring(tmp_path, last, learnt, rings):
+    folder = watched(tmp_path / "run", [line(last, 0.5, **{"alarm learnt": learnt})])
     write_monitor_report(folder, tmp_path / "page.html", "a command")
     assert ("None could ring" not in (tmp_path / "page.html").read_text()) is rings
 
@@ -52,7 +53,7 @@ def test_trainings_are_drawn_over_each_other(tmp_path):
         "Net, LS.",
     )
     rows = write_monitors_report([plain, scaled], tmp_path / "page.html", "a command")
-    assert [(row["training"], row["steps"], row["loss"], row["alarms"]) for row in rows] == [
+    assert [(row["training"], row["step"], row["loss"], row["alarms"]) for row in rows] == [
         ("plain", "100", "0.5", "none could ring yet"),
         ("ls", "200", "0.25", "1"),
     ]

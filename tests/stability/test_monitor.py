@@ -93,7 +93,8 @@ def test_a_planted_nan_is_named_and_raised_before_the_update(case, name, tmp_pat
     ):
         loop.run(monitor, 5, at)
     assert torch.equal(loop.model.get_parameter(other), before[3])
-    assert rows_of(tmp_path)[-1]["nonfinite"]["culprit"].startswith("the first module")
+    (bad,) = [row["nonfinite"] for row in rows_of(tmp_path) if "nonfinite" in row]
+    assert bad["culprit"].startswith("the first module")
     if case == "unet2d":
         assert name in (tmp_path / "report.html").read_text()
 
@@ -872,11 +873,11 @@ def test_a_loop_that_goes_on_without_a_loss_shows_that(tmp_path):
     loop.run(monitor, 20, spoil(loop.model, "in_blocks.1.mlp.fc1"))
     monitor.close()
     rows = [row for row in rows_of(tmp_path) if "signals" in row]
-    assert [row["steps not finite"] for row in rows] == [3, 8, 13, 18]
+    assert [row["steps not finite"] for row in rows] == [3, 5, 5, 5]
     assert isinstance(rows[0]["loss"], float)  # of the two that were
     assert [row["loss"] for row in rows[1:]] == ["NaN"] * 3
     page = (tmp_path / "report.html").read_text()
-    assert "18 of them were not finite. Loss not finite" in page
+    assert "Steps that were not finite: 18. Loss not finite" in page
 
 
 class Aside(nn.Module):
@@ -909,5 +910,49 @@ def test_an_output_that_the_loss_does_not_see_is_told_once_and_ends_nothing(tmp_
         train()
     assert len(told) == 1
     monitor.close()
-    bad = [row["nonfinite"] for row in rows_of(tmp_path) if "nonfinite" in row]
-    assert [row["what"] for row in bad] == ["output of aside"]
+    found = "the output of aside is not finite; loss and gradients are finite"
+    assert [row["output"] for row in rows_of(tmp_path) if "output" in row] == [found]
+    page = (tmp_path / "report.html").read_text()
+    assert found in page
+    assert "Steps that were not finite" not in page
+
+
+def test_an_output_whose_norm_float32_cannot_hold_is_not_called_infinite(tmp_path):
+    model = Aside()
+    with pytest.warns(UserWarning, match="goes on without the signals of skips"):
+        monitor = StabilityMonitor(model, tmp_path, interval=4)
+    with torch.no_grad():
+        model.aside.weight.fill_(1e20)
+
+    def train():
+        for _ in range(4):
+            model.zero_grad()
+            loss = model(torch.ones(2, 4)).square().mean()
+            loss.backward()
+            monitor.step(loss)
+
+    with pytest.warns(StabilityWarning, match="aside is not finite, or is larger than 1e19, where float32 ends"):
+        train()
+    monitor.close()
+
+
+def test_every_bad_step_counts_to_the_last_and_over_a_resume(tmp_path):
+    """Of a loop that goes on: lines are written at the interval and at the end, and say how many since the last."""
+
+    def train(first, count, bad, **how):
+        model = nn.Linear(4, 4)
+        monitor = StabilityMonitor(model, tmp_path, interval=10, first_step=first, **how)
+        with monitor:
+            for step in range(first + 1, first + count + 1):
+                loss = model(torch.randn(2, 4)).mean() * (BAD if step in bad else 1)
+                model.zero_grad()
+                loss.backward()
+                monitor.step(loss)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(0, 28, {3, 4, 25, 26, 27, 28}, on_nonfinite="warn")
+        assert "Steps that were not finite: 6." in (tmp_path / "report.html").read_text()
+        train(28, 4, {30}, on_nonfinite="warn")
+    assert "Steps that were not finite: 7." in (tmp_path / "report.html").read_text()
+    assert json.loads((tmp_path / "monitor.json").read_text())["alarm_learnt_steps"] == 3

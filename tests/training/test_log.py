@@ -82,7 +82,7 @@ def test_a_report_is_drawn_of_a_log_with_them(tmp_path, bad):
             more = {"gradient norm": bad if step == 2 else 1.0, "seconds_per_step": 0.1}
             log.write(step, loss=bad if step == 2 else 1.0, signals={"output/a": bad, "skip norm/0": 1.0}, **more)
         log.write(3, alarm={"step": 3, "signal": "loss", "layer": "", "factor": bad, "score": 9.0, "others": []})
-    about = {"model": "A model.", "first_step": 0, "alarm_learns_steps": 60}
+    about = {"model": "A model.", "alarm_learns_steps": 60, "alarm_learnt_steps": 3}
     (tmp_path / WATCHED).write_text(json.dumps(about))
     write_monitor_report(tmp_path, tmp_path / "report.html", "StabilityMonitor(model)")
     page = (tmp_path / "report.html").read_text()

@@ -76,7 +76,8 @@ def compare(
     base = shared_config(preset, settings or [], init)
     say_warm_up(base)
     say_averages(base)
-    _say_changed(init, scalings, base)
+    if scalings.strip() != "none":
+        say_changed(init, base)
     device = experiment.default_device()
     with opened_data(data, dry_run) as store:
         judging = Judging(**_sampled(features, evaluate_num, store), held_out=held_out)
@@ -84,7 +85,7 @@ def compare(
         _say_without_none(group, scalings)
         at_once = min(len(group), workers or default_workers(device))
         # What is wrong with any run is told before the first.
-        plan = comparison_plan(group, store, out, at_once, device)
+        plan = comparison_plan(group, store, out, at_once, device, timed=dry_run)
         if held_out is not None:
             check_like(experiment.fitted_to(base, store), store, open_store(held_out))
         if dry_run:
@@ -225,9 +226,9 @@ def _print_table(rows: list[dict[str, str]], as_json: bool) -> None:
     typer.echo("\n".join(format_table(rows)))
 
 
-def _say_changed(init: str | None, scalings: str, base: RunConfig) -> None:
+def say_changed(init: str | None, base: RunConfig) -> None:
     """Trained weights are another network as soon as their skips are scaled."""
-    if init is not None and not base.model.keep_function and scalings.strip() != "none":
+    if init is not None and not base.model.keep_function:
         typer.echo(
             f"warning: each scaling changes at once what the weights of {init} compute; --set "
             "model.keep_function=true begins with the function as it is.",

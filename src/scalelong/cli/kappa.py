@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scalelong.cli.common import check_output_file, print_result, print_table, progress_bar, stopped, with_values
-from scalelong.cli.compare import run_with_bars, seeds_of, split
+from scalelong.cli.compare import run_with_bars, say_changed, seeds_of, split
 from scalelong.cli.plan import opened_data, probe_plan, probe_text
 
 if TYPE_CHECKING:
@@ -254,12 +254,14 @@ def _probe(
             "--probe to measure the folder."
         )
     base = shared_config(preset, settings, init)
+    say_changed(init, base)
     device = experiment.default_device()
     workers = default_workers(device)
     with opened_data(data, dry_run) as store:
         first = round_members(base, plan.kappas, plan.seeds, plan.sizes()[-1][0], runs, init)
-        told = probe_plan(first, plan, store, runs, workers, device)  # what is wrong is told before the first run
-        _check_several_skips(first[0].config, store)
+        # What is wrong is told before the first run.
+        told = probe_plan(first, plan, store, runs, workers, device, timed=dry_run)
+        _check_several_skips(first[0].config, store, init)
         if dry_run:
             return told, []
 
@@ -276,13 +278,15 @@ def _probe(
     return {"probe": result, "advice": advice, "specs": {"probe": found.spec}}, [partial(probe_section, result)]
 
 
-def _check_several_skips(config: RunConfig, store: Store) -> None:
+def _check_several_skips(config: RunConfig, store: Store, init: str | None) -> None:
     from scalelong import experiment
     from scalelong.skips.apply import find_skips
 
     found = len(find_skips(experiment.build_model(experiment.fitted_to(config, store), "meta")))
     if found < 2:
+        instead = "Give it more blocks, such as --set model.changes.num_layers=12."
+        if init is not None:
+            instead = "Begin with a deeper one, or leave out --init."
         raise ValueError(
-            f"κ acts from the second skip on, and this net has {found}: every κ would train the same run. Give it "
-            "more blocks, such as --set model.changes.num_layers=12."
+            f"κ acts from the second skip on, and this net has {found}: every κ would train the same run. {instead}"
         )

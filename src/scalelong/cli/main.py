@@ -55,7 +55,10 @@ def _options(
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 failed, 2 bad usage, 130 stopped by Ctrl-C. Bad input gets a sentence, no traceback."""
+    """Exit codes: 0 done, 1 failed, 2 bad usage, 130 stopped by Ctrl-C or SIGTERM.
+
+    Bad input gets a sentence and no traceback.
+    """
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _shown_once()

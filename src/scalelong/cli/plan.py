@@ -213,22 +213,27 @@ def _short(number: float) -> str:
     return f"{number:,.2f}" if number >= 0.1 else f"{number:.2g}"
 
 
-def comparison_plan(group: Sequence[Member], store: Store, out: Path, workers: int, device: str) -> Plan:
-    """What `compare` would do: a training plan for each run, and their sums."""
+def comparison_plan(
+    group: Sequence[Member], store: Store, out: Path, workers: int, device: str, *, timed: bool
+) -> Plan:
+    """What `compare` would do: a training plan for each run, and their sums; `timed`, for how long."""
     from scalelong.costs import hours_of
     from scalelong.experiment import Weights, as_begun
 
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; --out is a folder for the runs and their report.")
     runs: list[Plan] = []
-    hours = 0.0
+    hours_each: dict[str, float] = {}  # of a scaling's whole run
     for member in group:
         plan, fitted = _run_plan(member.config, store, member.folder, device)
-        hours += hours_of(fitted, device, done=plan["starts_at"], threads=1) / (workers if device == "cpu" else 1)
+        if timed and member.scaling not in hours_each:
+            hours_each[member.scaling] = hours_of(fitted, device, threads=1) / (workers if device == "cpu" else 1)
         if member.init is not None and not runs:
             as_begun(Weights(member.init), member.folder).model(fitted, "meta")  # the weights fit, or a sentence
         runs.append({"scaling": member.scaling, "seed": member.seed, "folder": plan.pop("out"), **plan})
     at_once = sorted((run["state_gib"] for run in runs), reverse=True)[:workers]
+    left = ((run["scaling"], max(0.0, 1 - run["starts_at"] / run["steps"])) for run in runs)
+    hours = {"hours": round(sum(hours_each[scaling] * share for scaling, share in left), 4)} if timed else {}
     return {
         "out": str(out),
         "images": len(store),
@@ -238,7 +243,7 @@ def comparison_plan(group: Sequence[Member], store: Store, out: Path, workers: i
         "state_gib_at_once": round(sum(at_once), 3),
         "total_steps": sum(run["steps"] for run in runs),
         "steps_done": sum(min(run["starts_at"], run["steps"]) for run in runs),
-        "hours": round(hours, 4),
+        **hours,
     }
 
 
@@ -248,35 +253,37 @@ def comparison_text(plan: Plan) -> str:
 
     shown = ("scaling", "seed", "folder", "parameters", "state_gib", "images_per_step", "steps", "starts_at")
     table = format_table([{key: str(run[key]) for key in shown} for run in plan["runs"]])
-    begun = f"begun with the weights of {plan['init']}, " if plan["init"] else ""
     return (
         f"{json.dumps(plan['runs'][0]['config'], indent=2, ensure_ascii=False)}\n"
         f"{_reading_text(plan['runs'][0])}"
         "The config of the first run; the others differ in scaling and seed.\n\n" + "\n".join(table) + "\n\n"
         f"{len(plan['runs'])} runs of {plan['total_steps']:,} steps in all, {plan['steps_done']:,} of them done, "
-        f"{begun}{plan['runs_at_once']} runs at once with {plan['state_gib_at_once']} GiB of state, activations "
-        f"not counted, {_hours_text(plan)}; nothing was written."
+        f"{_begun_text(plan)}{plan['runs_at_once']} runs at once with {plan['state_gib_at_once']} GiB of state, "
+        f"activations not counted, {_hours_text(plan)}; nothing was written."
     )
 
 
 def probe_plan(
-    first: Sequence[Member], plan: ProbePlan, store: Store, out: Path, workers: int, device: str
+    first: Sequence[Member], plan: ProbePlan, store: Store, out: Path, workers: int, device: str, *, timed: bool
 ) -> Plan:
     """What `kappa --probe` would do, from the runs of its first round at their full length."""
-    compared = comparison_plan(first, store, out, workers, device)
+    compared = comparison_plan(first, store, out, workers, device, timed=timed)
     rounds, before, total = [], 0, 0
     for steps, kappas in plan.sizes():
         runs = kappas * len(plan.seeds)
         rounds.append({"steps": steps, "kappas": kappas, "runs": runs})
         total, before = total + runs * (steps - before), steps  # a run that stays goes on from its last step
+    hours = {"hours": round(compared["hours"] * total / compared["total_steps"], 4)} if timed else {}
     return {
         "runs": str(out),
         "images": len(store),
+        "init": compared["init"],
         "rounds": rounds,
         "total_steps": total,
         "runs_at_once": workers,
         "config": compared["runs"][0]["config"],
         "our_reading": compared["runs"][0]["our_reading"],
+        **hours,
     }
 
 
@@ -293,8 +300,13 @@ def probe_text(plan: Plan) -> str:
         "The config of the first run; the others differ in scaling and seed, and end with the last round that "
         "their κ is in.\n\n" + "\n".join(format_table(rounds)) + "\n\n"
         f"{plan['rounds'][0]['runs']} runs of {plan['total_steps']:,} steps in all under {plan['runs']}, on "
-        f"{plan['images']:,} images, {plan['runs_at_once']} runs at once; nothing was written."
+        f"{plan['images']:,} images, {_begun_text(plan)}{plan['runs_at_once']} runs at once, {_hours_text(plan)}; "
+        "nothing was written."
     )
+
+
+def _begun_text(plan: Plan) -> str:
+    return f"begun with the weights of {plan['init']}, " if plan["init"] else ""
 
 
 def first_image(source: Source) -> Image | None:

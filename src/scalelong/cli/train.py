@@ -135,6 +135,7 @@ def train(
     from scalelong.held_out import check_like
     from scalelong.metrics.features import check_images, check_kind
     from scalelong.presets import run_preset
+    from scalelong.runs.folder import CONFIG
     from scalelong.training.trackers import check_logger
     from scalelong.world import rank_and_size
 
@@ -165,10 +166,10 @@ def train(
         if data is None and not dry_run:
             _say_digits(preset)
         _say_null_class(config, run_preset(preset).data.label_dropout)
-        # What is done cannot be done otherwise.
-        if is_first_process() and experiment.last_step(out) < config.train.steps:
+        if not (out / CONFIG).is_file():  # what has begun was told, and keeps its averages; so does a branch
             say_warm_up(config)
-            say_averages(config)
+            if branch is None:
+                say_averages(config)
         if dry_run:
             plan = training_plan(config, store, out, device, begin)
             print_result(plan, as_json, training_text(plan))

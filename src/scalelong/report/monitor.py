@@ -13,7 +13,7 @@ from typing import Any
 from scalelong.report import figures
 from scalelong.report.page import Section, write_page
 from scalelong.report.runs import Record
-from scalelong.training.log import METRICS, WATCHED, read_metrics
+from scalelong.training.log import ALARM_LEARNT, BAD_STEPS, METRICS, WATCHED, read_metrics
 
 _Paths = dict[str, tuple[str, str]]  # where numbers are in a log, by what they are called in a figure
 
@@ -24,8 +24,8 @@ class Watched(Record):
 
     folder: Path
     model: str  # in words
-    first_step: int
     alarm_learns_steps: int
+    alarm_learnt_steps: int  # when it was closed
 
     @property
     def events(self) -> list[dict[str, str]]:
@@ -33,20 +33,25 @@ class Watched(Record):
         return list(_events(self))
 
     @property
-    def seen(self) -> int:
-        """For how many steps the log goes."""
-        return max((row["step"] for row in self.rows), default=self.first_step) - self.first_step
+    def step(self) -> int:
+        """How far the log goes."""
+        return max((row["step"] for row in self.rows), default=0)
 
     @property
     def bad_steps(self) -> int:
-        """How many of them were not finite, as far as it tells."""
-        counted = [row["steps not finite"] for row in self.rows if "steps not finite" in row]
-        return max(counted, default=int(any("nonfinite" in row for row in self.rows)))
+        """How many were not finite; of a loop that was killed, at least those that were told."""
+        return max(sum(row.get(BAD_STEPS, 0) for row in self.rows), sum("nonfinite" in row for row in self.rows))
 
     @property
-    def could_ring(self) -> bool:
-        """Whether the alarm had learnt what is usual."""
-        return self.seen > self.alarm_learns_steps
+    def learnt(self) -> int:
+        """Of how many steps the alarm knew."""
+        return self.alarm_learnt_steps or int(self.last(ALARM_LEARNT) or 0)
+
+    @property
+    def alarms(self) -> str:
+        """How many rang, or why none did."""
+        rang = sum("alarm" in row for row in self.rows)
+        return str(rang) if rang or self.learnt > self.alarm_learns_steps else "none could ring yet"
 
 
 def is_watched(folder: Path) -> bool:
@@ -61,20 +66,19 @@ def read_watched(folder: Path) -> Watched:
     return Watched(rows, folder, **about)
 
 
-def write_monitor_report(folder: Path, out: Path, command: str, seen: int | None = None) -> None:
-    """Write the page about one monitor's training. `seen`: for how many steps the alarm has learnt, where that is
-    known better than by the length of the log, as after a resume."""
+def write_monitor_report(folder: Path, out: Path, command: str) -> None:
+    """Write the page about one monitor's training."""
     one = read_watched(folder)
-    seen = one.seen if seen is None else seen
-    silent = "None." if seen > one.alarm_learns_steps else _still_learning(one.alarm_learns_steps, seen)
+    learns = one.alarm_learns_steps
+    silent = (
+        "None."
+        if one.learnt > learns
+        else f"None could ring: the alarm learns what is usual in its first {learns} steps, and saw {one.learnt}."
+    )
     told = "A signal that grew as never before in this training, or a step that was not finite: dashed lines."
     alarms = Section("Alarms", told if one.events else silent, rows=one.events)
     title = f"Stability of {folder.resolve().name}"
     write_page(title, f"{one.model} {_lead(one)}", [alarms, *_sections({"": one})], out, command)
-
-
-def _still_learning(learns: int, seen: int) -> str:
-    return f"None could ring: the alarm learns what is usual in its first {learns} steps, and saw {seen}."
 
 
 def write_monitors_report(folders: Sequence[Path], out: Path, command: str) -> list[dict[str, str]]:
@@ -98,11 +102,11 @@ _NOTE = (
 def _row(name: str, one: Watched) -> dict[str, str]:
     return {
         "training": name,
-        "steps": f"{one.seen:,}",
+        "step": f"{one.step:,}",
         "loss": _shown(one.last("loss", over=10), ".4g"),
         "gradient norm": _shown(one.last("gradient norm", over=10), ".3g"),
         "its oscillation": _shown(one.last("oscillation", "gradient norm"), ".2f"),
-        "alarms": str(sum("alarm" in row for row in one.rows)) if one.could_ring else "none could ring yet",
+        "alarms": one.alarms,
         "steps not finite": f"{one.bad_steps:,}",
         "model": one.model,
     }
@@ -126,7 +130,7 @@ def _lead(record: Watched) -> str:
     pace = _shown(record.last("seconds_per_step", over=10), ".3g", 1000)
     loss, norm = _shown(record.last("loss"), ".4g"), _shown(record.last("gradient norm"), ".3g")
     oscillation = _shown(record.last("oscillation", "gradient norm"), ".2f")
-    bad = f" {record.bad_steps:,} of them were not finite." if record.bad_steps else ""
+    bad = f" Steps that were not finite: {record.bad_steps:,}." if record.bad_steps else ""
     return (
         f"{steps[-1]:,} steps, {pace} ms each.{bad} Loss {loss}, gradient norm {norm}, its oscillation index "
         f"{oscillation} (Σ|x_i - x_(i-1)| / Σ|x_i| over the last 20 looks)."
@@ -153,6 +157,8 @@ def _events(record: Record) -> Iterator[dict[str, str]]:
         if "nonfinite" in row:
             bad = row["nonfinite"]
             yield {"step": str(row["step"]), "what": f"the {bad['what']} is not finite; {bad['culprit']}"}
+        if "output" in row:
+            yield {"step": str(row["step"]), "what": row["output"]}
 
 
 def _sections(named: Mapping[str, Watched]) -> list[Section]:
@@ -160,7 +166,7 @@ def _sections(named: Mapping[str, Watched]) -> list[Section]:
     block or noise level has a section for each training."""
     groups = {name: [one] for name, one in named.items()}
     alone = next(iter(named.values())) if len(named) == 1 else None
-    marks = [row["step"] for row in alone.rows if "alarm" in row or "nonfinite" in row] if alone else []
+    marks = [int(event["step"]) for event in alone.events] if alone else []
 
     def curve(heading: str, text: str) -> Section:
         drawn = figures.curves(groups, (heading.lower(),), heading.lower(), log=True, marks=marks)

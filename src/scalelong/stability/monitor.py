@@ -26,7 +26,7 @@ from scalelong.stability.levels import NoiseLevels
 from scalelong.stability.pulse import ANY, UNSEEN, Pulse, Values
 from scalelong.stability.replay import BAD_INPUT, StepCalls
 from scalelong.training.guard import NonFiniteError
-from scalelong.training.log import METRICS, WATCHED, NoLog, RunLog
+from scalelong.training.log import ALARM_LEARNT, BAD_STEPS, METRICS, WATCHED, NoLog, RunLog
 from scalelong.training.signals import Observer, Oscillation, Signals
 from scalelong.training.trackers import check_logger
 
@@ -37,6 +37,7 @@ _ADVICE = (
     "of fp16 may help."
 )
 _ADVICE_ON_DATA = "The monitor has changed nothing. Look at what this batch is read from, and what is done to it."
+_END_OF_NORMS = "1e19, where float32 ends"  # a norm's squares are summed
 _INSIDE_A_GRAPH = (
     "A part of the model was compiled, or is checkpointed with use_reentrant=True, and its hooks are not called; "
     "compile it by torch.compile(model) and give the monitor the result, or checkpoint with use_reentrant=False."
@@ -110,7 +111,7 @@ class StabilityMonitor:
         self.steps = self._first_step = first_step
         self.alarms: list[Alarm] = []
         self.skipped_steps = 0  # left out by the GradScaler
-        self.bad_steps = self._bad_steps_written = 0  # not finite, in a loop that went on
+        self._bad_steps = 0  # not finite, in a loop that went on; since the last line
         self._told_outputs: set[str] = set()
         with ExitStack() as undone_if_refused:
             self._call = StepCalls(model)
@@ -118,7 +119,7 @@ class StabilityMonitor:
             self.pulse = Pulse(self.model, self._call)
             undone_if_refused.callback(self.pulse.close)
             self.observer = _observer(self.model, self._call)
-            self.log = _open_log(self.folder, logger, first_step, _described(self.model))
+            self.log = _open_log(self.folder, logger, first_step, self.model)
             undone_if_refused.pop_all()
         self.detector = Detector(self.pulse.names)
         self.oscillation = Oscillation()
@@ -276,7 +277,7 @@ class StabilityMonitor:
         if self.scaler is not None and math.isfinite(values[0]) and self.scaler.get_scale() > 1:
             self.skipped_steps += 1
             return True
-        self.bad_steps += 1
+        self._bad_steps += 1
         if not self._in_trouble:
             self._in_trouble = True
             what = "gradient" if math.isfinite(values[0]) else "loss"
@@ -287,16 +288,13 @@ class StabilityMonitor:
 
     def _tell_of_outputs(self, step: int, values: Values) -> None:
         """A block whose output the loss does not see may be ruined: no end of a loop, but a word, once for each."""
-        for block in self.pulse.bad_outputs(values):
+        for block, norm in self.pulse.bad_outputs(values).items():
             if block not in self._told_outputs:
                 self._told_outputs.add(block)
-                found = {"what": f"output of {block}", "culprit": "loss and gradients are, so that neither uses it"}
-                self.log.write(step, nonfinite=found)
-                warnings.warn(
-                    f"step {step}: the {found['what']} is not finite; {found['culprit']}.",
-                    StabilityWarning,
-                    stacklevel=4,
-                )
+                large = "" if math.isnan(norm) else f", or is larger than {_END_OF_NORMS}"
+                found = f"the output of {block} is not finite{large}; loss and gradients are finite"
+                self.log.write(step, output=found)
+                warnings.warn(f"step {step}: {found}.", StabilityWarning, stacklevel=4)
 
     def _late_culprit(self, step: int, values: Values) -> str:
         """As far as the numbers tell: the update has been since, and a replay would see other weights."""
@@ -309,7 +307,7 @@ class StabilityMonitor:
         first = self.pulse.telling
         if np.count_nonzero(values[first : first + len(self.pulse.blocks)] != UNSEEN) <= 1:  # a glance at the first
             late = f"outputs, which name the block, were not looked at in this step; {late}"
-        large = "" if np.isnan(values).any() else " (or a norm beyond 1e19, where float32 ends)"
+        large = "" if np.isnan(values).any() else f" (or a norm beyond {_END_OF_NORMS})"
         return f"no block's output was seen to be non-finite, but {', '.join(bad[:3])}{large}; {late}"
 
     def _report_bad(self, error: NonFiniteError) -> None:
@@ -328,7 +326,7 @@ class StabilityMonitor:
         self._since = self.steps, time.perf_counter()
         gradients = {f"gradient/{block}": norm for block, norm in self.pulse.gradient_norms().items()}
         main: Signals = {}
-        if self._losses or self.bad_steps > self._bad_steps_written:  # a loss of bad steps alone is no number
+        if self._losses or self._bad_steps:  # a loss of bad steps alone is no number
             main["loss"] = sum(self._losses) / len(self._losses) if self._losses else math.nan
             main["gradient norm"] = math.hypot(*gradients.values())
             main["weight norm"] = torch.nn.utils.get_total_norm(self.pulse.parameters).item()
@@ -344,17 +342,21 @@ class StabilityMonitor:
         more: dict[str, Any] = {"loss by noise": by_noise} if by_noise else {}
         if self.scaler is not None:
             more["skipped steps"] = self.skipped_steps
-        if self.bad_steps:
-            more["steps not finite"] = self._bad_steps_written = self.bad_steps
         self._losses = []
         self.log.write(
             self.steps,
             **main,
             **more,
+            **self._counts(),
             seconds_per_step=seconds,
             signals=signals,
             oscillation=self.oscillation.update(main | signals),
         )
+
+    def _counts(self) -> dict[str, int]:
+        """Of how many steps the alarm knows, and how many since the last line were not finite."""
+        bad, self._bad_steps = self._bad_steps, 0
+        return {ALARM_LEARNT: self.detector.seen} | ({BAD_STEPS: bad} if bad else {})
 
     def _tell_of_unseen(self) -> None:
         """Say once why a line is without the norms at its skips."""
@@ -377,12 +379,15 @@ class StabilityMonitor:
         self._call.close()
         if not isinstance(self.log, RunLog):
             return
+        if self._bad_steps:
+            self.log.write(self.steps, **self._counts())
         self.log.close()
+        _write_about(self.folder, self.model, self.detector.seen)
         if self.report:
             from scalelong.report.monitor import write_monitor_report
 
             command = f'StabilityMonitor(model, "{self.folder}")'
-            write_monitor_report(self.folder, self.folder / REPORT, command, self.detector.seen)
+            write_monitor_report(self.folder, self.folder / REPORT, command)
 
 
 def _described(model: nn.Module) -> str:
@@ -430,7 +435,7 @@ def _check(model: Any, interval: int, first_step: int, **reactions: Any) -> None
             raise ValueError(f"{name} is 'warn', 'raise' or a function, got {how!r}.")
 
 
-def _open_log(folder: Path, logger: str, first_step: int, model: str) -> RunLog | NoLog:
+def _open_log(folder: Path, logger: str, first_step: int, model: nn.Module) -> RunLog | NoLog:
     """The log of the first process; the others have none, and do not mind that it has begun."""
     if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
         return NoLog()
@@ -441,7 +446,10 @@ def _open_log(folder: Path, logger: str, first_step: int, model: str) -> RunLog 
         )
     folder.mkdir(parents=True, exist_ok=True)
     log = RunLog(folder, first_step, logger)
-    if not (folder / WATCHED).is_file():  # a loop that resumes goes on with a log that began before
-        about = {"model": model, "first_step": first_step, "alarm_learns_steps": LEARNING}
-        write_whole(folder / WATCHED, json.dumps(about) + "\n")
+    _write_about(folder, model)
     return log
+
+
+def _write_about(folder: Path, model: nn.Module, learnt: int = 0) -> None:
+    about = {"model": _described(model), "alarm_learns_steps": LEARNING, "alarm_learnt_steps": learnt}
+    write_whole(folder / WATCHED, json.dumps(about) + "\n")

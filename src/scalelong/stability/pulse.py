@@ -187,10 +187,10 @@ class Pulse:
         """Whether a step's loss and gradients are."""
         return math.isfinite(values[: self.telling].sum(dtype=np.float64))
 
-    def bad_outputs(self, values: Values) -> list[str]:
-        """Blocks whose outputs were seen not to be finite in a step."""
-        outputs = values[self.telling : self.telling + len(self.blocks)]
-        return [self.blocks[place] for place in np.flatnonzero(~np.isfinite(outputs))]
+    def bad_outputs(self, values: Values) -> dict[str, float]:
+        """Norms that are not finite, of the blocks' outputs in a step."""
+        outputs = values[self.telling : self.telling + len(self.blocks)].tolist()
+        return {block: norm for block, norm in zip(self.blocks, outputs, strict=True) if not math.isfinite(norm)}
 
     @torch.no_grad()
     def look_again(self, values: Values) -> None:

@@ -16,7 +16,9 @@ from scalelong.data.files import write_whole
 from scalelong.training.trackers import trackers
 
 METRICS = "metrics.jsonl"
-WATCHED = "monitor.json"  # beside the metrics of a StabilityMonitor: what it watches
+# What a StabilityMonitor adds: beside its metrics what it watches, and in their lines of how many steps its alarm
+# knows and how many since the line before were not finite.
+WATCHED, ALARM_LEARNT, BAD_STEPS = "monitor.json", "alarm learnt", "steps not finite"
 # JSON has no such numbers: a line holds their names, in quotes, and `read_metrics` gives the numbers back.
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
