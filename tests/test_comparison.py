@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -275,6 +276,33 @@ def test_ctrl_c_begins_no_other_run(tmp_path):
     done = run_all([0, 1, 2, 3], tmp_path, workers=1, watch=lambda done: None, run=stop_at_once)
     assert done == [False] * 4
     assert [file.name for file in tmp_path.iterdir()] == ["0"]
+
+
+def be_interrupted(member, folder):
+    """As a run that Ctrl-C reached while its process was starting."""
+    os.kill(multiprocessing.parent_process().pid, signal.SIGINT)
+    raise KeyboardInterrupt
+
+
+def die_of_it(member, folder):
+    """Before it could say so."""
+    os.kill(multiprocessing.parent_process().pid, signal.SIGINT)
+    time.sleep(1)
+    os._exit(1)
+
+
+@pytest.mark.parametrize("run", [be_interrupted, die_of_it])
+def test_a_run_that_ctrl_c_met_as_it_began_was_not_done(tmp_path, run):
+    assert run_all([0, 1], tmp_path, workers=1, watch=lambda done: None, run=run) == [False, False]
+
+
+def die(member, folder):
+    os._exit(1)
+
+
+def test_a_process_that_died_of_itself_is_no_interruption(tmp_path):
+    with pytest.raises(BrokenProcessPool):
+        run_all([0], tmp_path, workers=1, watch=lambda done: None, run=die)
 
 
 def test_runs_that_diverged_are_said_and_the_others_are_reported(compared, tmp_path, capsys, monkeypatch):

@@ -145,6 +145,12 @@ def test_bad_usage_exits_2_with_a_sentence(args, says, small, monkeypatch, capsy
     assert not list(tmp_path.iterdir())
 
 
+def hours_to_the_end(small):
+    scalings, how = "none,cs:0.8,cs:0.6,cs:0.4", ["--dry-run", "--json", "--set", "train.steps=200"]
+    told = json.loads(invoke("compare", "--data", small / "digits", "--scalings", scalings, "--seeds", "0,1", *how))
+    return told["hours"]
+
+
 def test_a_dry_probe_writes_nothing(small, tmp_path):
     args = ["kappa", "--probe", "--dry-run", "--data", small / "digits", "--runs", tmp_path / "runs"]
     args += ["--kappas", "1,0.8,0.6,0.4", "--seeds", "0,1", "--rounds", "2"]
@@ -155,6 +161,9 @@ def test_a_dry_probe_writes_nothing(small, tmp_path):
     table = [line.split() for line in text.splitlines() if line[:1].isdigit()]
     assert table[:2] == [["1", "4", "8", "100"], ["2", "2", "4", "200"]]
     assert "8 runs of 1,200 steps in all under " in text
+    assert re.search(r"runs at once, about \d+ \w+ here, by the arithmetic alone", text)
+    flops = found["total_steps"] / (8 * 200)  # all eight to the last step would be 1
+    assert found["hours"] == pytest.approx(flops * hours_to_the_end(small), rel=0.01)
     assert '"train": {' in text
     assert text.endswith("nothing was written.\n")
     assert not list(tmp_path.iterdir())

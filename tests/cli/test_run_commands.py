@@ -213,6 +213,18 @@ def test_a_training_stops_after_its_time_and_goes_on(data):
     assert json.loads(run(*args, "--stop-after", "5", "--json")) == {"out": str(out), "done": True, "step": 2}
 
 
+def test_averages_of_first_weights_are_told_once_and_only_where_that_can_be_changed(data):
+    def told(*args):
+        return CliRunner().invoke(app, list(map(str, args)), catch_exceptions=False).stderr
+
+    out, says = data / "first weights", "still 81% the first weights"
+    args = ["train", "digits", "--data", data / "store", *TINY, "--set", "train.warmup_steps=1"]
+    assert says in told(*args, "--set", "train.steps=2", "--dry-run")
+    assert says in told(*args, "--set", "train.steps=2", "--out", out)
+    assert "warning" not in told(*args, "--set", "train.steps=3", "--out", out)
+    assert "warning" not in told("train", "--branch", out, "--set", "train.steps=4", "--out", data / "branched")
+
+
 def test_ctrl_c_saves_and_is_told_by_the_exit_code(data, monkeypatch):
     """As shells have it; a time that was asked for and is over is no failure."""
     update = Stepper.update
