@@ -86,7 +86,7 @@ def test_what_is_better_than_a_divergence_is_told_without_infinite_numbers():
 def test_two_runs_that_diverged_have_no_difference():
     both = score("none", (INF, 0.6, 0.7), (INF, 0.6, 0.7)), score("cs:0.7", (INF, 0.5, 0.6), (INF, 0.6, 0.7))
     rows = probe_rows(judge([list(both)]).as_dict())
-    assert rows[1]["less none's"] == "-0.1 ± 0; diverged in 1 of 3"
+    assert rows[1]["minus none's"] == "-0.1 ± 0, diverged in 1 of 3"
 
 
 def better_by_chance(seeds, kept_share, probes=2000):
@@ -242,4 +242,4 @@ def test_who_diverged_is_counted():
     once = score("cs:0.9", (0.5, 0.6, INF))
     assert judge([[NONE, once]]).verdict.endswith("spread over seeds; cs:0.9 diverged in 1 of 3 seeds")
     rows = probe_rows({"rounds": [[asdict(once) | {"beyond_spread": False}]]})
-    assert rows[0]["loss"] == "0.55 ± 0.05; diverged in 1 of 3"
+    assert rows[0]["loss"] == "0.55 ± 0.05, diverged in 1 of 3"

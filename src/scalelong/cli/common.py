@@ -18,12 +18,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from scalelong.config import RunConfig, TrainConfig
+    from scalelong.config import RunConfig
 
 
 STOPPED = 130  # the exit code after Ctrl-C, as shells have it
 _LONG_HOURS = 3
-_MUCH = 0.05
 
 
 def is_first_process() -> bool:
@@ -107,26 +106,16 @@ def say_warm_up(config: RunConfig) -> None:
 
 def say_averages(config: RunConfig) -> None:
     """A training may end before its averages have forgotten the weights that it began with."""
-    from scalelong.training.ema import default_rate
+    from scalelong.training.ema import of_first_weights
 
     train = config.train
-    rate = default_rate(list(train.ema_rates), train.steps)
-    if (told := of_first_weights(train, rate, train.steps)) and is_first_process():
+    if (told := of_first_weights(train, None, train.steps)) and is_first_process():
         typer.echo(
-            f"warning: after {train.steps:,} steps the average at {rate} is {told}, and pictures, FID and held-out "
-            "losses are of it: --set train.ema_warmup=true forgets them, and so do more steps or a lower "
+            f"warning: after {train.steps:,} steps the averages are {told}, and pictures, FID and held-out "
+            "losses are of these: --set train.ema_warmup=true forgets them, and so do more steps or a lower "
             "train.ema_rates.",
             err=True,
         )
-
-
-def of_first_weights(train: TrainConfig, rate: float | str, step: int) -> str:
-    """What is to be said of an average that still holds much of them; empty if it does not."""
-    from scalelong.training.ema import share_of_start
-
-    if isinstance(rate, str) or (share := share_of_start(rate, step, warmup=train.ema_warmup)) < _MUCH:
-        return ""
-    return f"still {share:.0%} the first weights"
 
 
 def say_cpu(config: RunConfig, device: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import is_first_process, of_first_weights, print_result, sampling_of, tracked
+from scalelong.cli.common import is_first_process, print_result, sampling_of, tracked
 from scalelong.cli.plan import evaluation_plan, evaluation_text, opened_data
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def evaluate(
     """
     from scalelong import experiment
     from scalelong.metrics.features import check_images, check_kind, features_named
+    from scalelong.training.ema import of_first_weights
     from scalelong.world import local_device, rank_and_size
 
     check_kind(features, inception)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import of_first_weights, print_result, progress_bar, sampling_of
+from scalelong.cli.common import print_result, progress_bar, sampling_of
 
 if TYPE_CHECKING:
     from scalelong.data.contexts import Context
@@ -71,6 +71,7 @@ def sample(
     from scalelong.data.latents import fingerprint
     from scalelong.runs.drawing import image_shape
     from scalelong.runs.pictures import is_folder, place_for
+    from scalelong.training.ema import of_first_weights
     from scalelong.world import joined, local_device
 
     device = local_device(experiment.usable_device(device))

@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from scalelong.report.runs import Run, has_quality, quality_key, ran_together, set_apart
-from scalelong.training.ema import default_rate, share_of_start
+from scalelong.training.ema import of_first_weights
 
 Groups = dict[str, list[Run]]
 _Value = TypeVar("_Value")
 # How often `beyond_spread` holds for differences that are noise, normal and independent, by the number of seeds.
 BY_CHANCE = {2: 0.295, 3: 0.081, 4: 0.021}
-_MUCH = 0.05
 
 
 def summary_rows(groups: Groups) -> list[dict[str, str]]:
@@ -36,18 +35,18 @@ def summary_rows(groups: Groups) -> list[dict[str, str]]:
     ]
 
 
-def show(values: Sequence[float | None], digits: int = 4) -> str:
-    """Mean and half the range over seeds; one value has no spread, and what was not logged is a dash."""
+def show(values: Sequence[float | None], digits: int = 4, lost: str = "not finite") -> str:
+    """Mean and half the range over seeds, and how many are `lost`; what was not logged is a dash."""
     known = [value for value in values if value is not None]
     finite = [value for value in known if math.isfinite(value)]
     if not known:
         return "–"
     if not finite:
-        return "not finite"
+        return lost
     mean, half = spread(finite)
     told = f"{mean:.{digits}g} ± {half:.2g}" if len(finite) > 1 else f"{mean:.{digits}g}"
-    lost = len(known) - len(finite)
-    return f"{told}, not finite in {lost} of {len(known)}" if lost else told
+    others = len(known) - len(finite)
+    return f"{told}, {lost} in {others} of {len(known)}" if others else told
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
@@ -151,14 +150,8 @@ def _set_apart(runs: Sequence[Run]) -> str:
 
 def _of_first_weights(runs: Sequence[Run]) -> str:
     """What is judged is an average: one that has hardly moved says nothing of the training."""
-    shares = [
-        share_of_start(default_rate(list(train.ema_rates), run.step), run.step, warmup=train.ema_warmup)
-        for run in runs
-        for train in (run.config.train,)
-    ]
-    if not shares or max(shares) < _MUCH:
-        return ""
-    return f" Beware: the averages that were judged are still {max(shares):.0%} the first weights."
+    told = {of_first_weights(run.config.train, None, run.step) for run in runs} - {""}
+    return f" Beware: the averages that were judged are {' or '.join(sorted(told))}." if told else ""
 
 
 def conclude(differences: dict[str, list[float]], loss: str) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from scalelong.report.compared import show
 from scalelong.report.figures import drawn
 from scalelong.report.page import Section
 from scalelong.report.theory import ratio_figure
@@ -116,21 +117,14 @@ def probe_rows(found: dict[str, Any]) -> list[dict[str, str]]:
         {
             "steps": str(score["steps"]),
             "scaling": score["spec"],
-            "loss": _spread(score["losses"]),
-            "less none's": "–" if score["spec"] == "none" else _spread(score["differences"]),
-            "oscillation": _spread(score["oscillations"]),
+            "loss": show(score["losses"], lost="diverged"),
+            "minus none's": "–" if score["spec"] == "none" else show(score["differences"], lost="diverged"),
+            "oscillation": show(score["oscillations"], lost="diverged"),
             "beyond the spread": "yes" if score["beyond_spread"] and score["spec"] != "none" else "no",
         }
         for scores in found["rounds"]
         for score in scores
     ]
-
-
-def _spread(values: list[float]) -> str:
-    finite = [value for value in values if math.isfinite(value)]
-    lost = f"diverged in {len(values) - len(finite)} of {len(values)}" if len(finite) < len(values) else ""
-    told = f"{sum(finite) / len(finite):.4g} ± {(max(finite) - min(finite)) / 2:.2g}" if finite else ""
-    return "; ".join(filter(None, [told, lost]))
 
 
 def _number(bound: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scalelong.config import RunConfig, from_dict, to_dict
-from scalelong.training.log import METRICS, read_metrics
+from scalelong.training.log import METRICS, divergence_in, read_metrics
 
 _COMPARED = ("model.scaling", "model.placement", "train.seed")
 
@@ -62,8 +62,8 @@ class Run(Record):
     @property
     def divergence(self) -> str:
         """Why it ended on a step that was not finite; empty where it did not."""
-        bad: dict[str, Any] = self.rows[-1].get("nonfinite", {})
-        return bad.get("error", "")
+        bad = divergence_in(self.rows)
+        return bad["error"] if bad else ""
 
     @property
     def name(self) -> str:

@@ -9,6 +9,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from scalelong.config import TrainConfig
+
+_MUCH = 0.05  # of an average
+
 
 class EMA:
     """θ̄ ← rate · θ̄ + (1 - rate) · θ after each update; starts at the first weights, as the paper's does."""
@@ -60,6 +64,15 @@ def share_of_start(rate: float, steps: int, *, warmup: bool = False) -> float:
         return rate**steps
     # With warm-up the first ten updates leave 1e-5 of them.
     return math.prod(1 - max(9 / (10 + step), 1 - rate) for step in range(min(steps, 10)))
+
+
+def of_first_weights(train: TrainConfig, rate: float | str | None, step: int) -> str:
+    """What is to be said of an average (by default the one that is used) that still is much of them, if it is."""
+    if rate is None:
+        rate = default_rate(list(train.ema_rates), step)
+    if isinstance(rate, str) or (share := share_of_start(rate, step, warmup=train.ema_warmup)) < _MUCH:
+        return ""
+    return f"still {share:.0%} the first weights"
 
 
 def default_rate(rates: list[float], step: int) -> float:

@@ -7,7 +7,7 @@ import math
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -124,7 +124,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def divergence(folder: Path) -> dict[str, Any] | None:
     """What ended the training in a folder, if a step that was not finite did: its number, what it was and whose."""
-    rows = read_metrics(folder) if (folder / METRICS).is_file() else []
+    return divergence_in(read_metrics(folder)) if (folder / METRICS).is_file() else None
+
+
+def divergence_in(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The same, of a log that is read."""
     return rows[-1].get("nonfinite") if rows else None
 
 
