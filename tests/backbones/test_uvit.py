@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import scalelong
 from scalelong import UViT
-from scalelong.backbones.uvit import timestep_embedding
+from scalelong.backbones.uvit import PatchEmbed, _patches_by_product, timestep_embedding
 from scalelong.presets import MODEL_PRESETS
 from tests.contracts import reference
 from tests.contracts.zoo import CASES, Case
@@ -303,6 +303,22 @@ def test_a_token_gate_refuses_another_resolution_and_ls_channel_takes_it():
     with pytest.raises(ValueError, match="built for 17 tokens, and this skip has 65.*ls-channel"):
         small(scaling="ls")(image(2, 3, 16, 16), T)
     assert small(scaling="ls-channel")(image(2, 3, 16, 16), T).sample.shape == (2, 3, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("channels", "patch", "size"), [(3, 2, (4, 12)), (4, 2, (8, 8)), (3, 4, (16, 8)), (1, 1, (3, 5))]
+)
+def test_a_gpus_way_to_cut_patches_is_the_convolution(channels, patch, size):
+    embed = PatchEmbed(channels, 8, patch).double()
+    x = torch.randn(2, channels, *size, dtype=torch.float64, requires_grad=True)
+    found, wanted = _patches_by_product(x, embed.proj), embed(x)
+    torch.testing.assert_close(found, wanted)
+    weights = torch.randn_like(wanted)
+    inputs = [x, *embed.parameters()]
+    for ours, theirs in zip(
+        *(torch.autograd.grad((y * weights).sum(), inputs) for y in (found, wanted)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_non_square_images_keep_their_orientation():

@@ -14,7 +14,7 @@ from scalelong.kernels import gelu
 from scalelong.kernels.attention import _kernels_serve, attention, shape_of
 from scalelong.kernels.attention import by_definition as attention_by_hand
 from scalelong.kernels.gelu import bias_gelu, linear_gelu
-from scalelong.kernels.support import is_plain_linear
+from scalelong.kernels.support import is_plain
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on a GPU")
 
@@ -96,17 +96,17 @@ def test_linear_gelu_is_the_two_layers_on_a_cpu():
 
 def test_a_layer_that_is_more_than_its_weights_is_called():
     layer = nn.Linear(4, 4)
-    assert is_plain_linear(layer)
-    assert not is_plain_linear(nn.Linear(4, 4, bias=False))
-    assert not is_plain_linear(nn.Sequential(layer))
+    assert is_plain(layer, nn.Linear)
+    assert not is_plain(nn.Linear(4, 4, bias=False), nn.Linear)
+    assert not is_plain(nn.Sequential(layer), nn.Linear)
     handle = layer.register_full_backward_hook(lambda *args: None)
-    assert not is_plain_linear(layer)
+    assert not is_plain(layer, nn.Linear)
     handle.remove()
     layer.register_forward_hook(lambda *args: None)
-    assert not is_plain_linear(layer)
+    assert not is_plain(layer, nn.Linear)
     moved = nn.Linear(4, 4)
     moved.forward = lambda x: x  # as offloading and casting wrappers do
-    assert not is_plain_linear(moved)
+    assert not is_plain(moved, nn.Linear)
 
 
 INTERPRETED = """

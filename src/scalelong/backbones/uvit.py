@@ -23,6 +23,7 @@ from scalelong.backbones.block_scaling import branch_scale
 from scalelong.backbones.uvit_settings import check_conditions, check_sizes, check_switches, grid_of
 from scalelong.kernels.attention import attention
 from scalelong.kernels.gelu import linear_gelu
+from scalelong.kernels.support import is_plain
 from scalelong.saving import take_ownership
 from scalelong.skips.apply import apply, scaling_of
 from scalelong.skips.scalers import scale_skip
@@ -357,7 +358,16 @@ class PatchEmbed(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, h·w, D]."""
+        if image.is_cuda and is_plain(self.proj, nn.Conv2d):
+            return _patches_by_product(image, self.proj)
         return self.proj(image).flatten(2).transpose(1, 2)
+
+
+def _patches_by_product(image: Tensor, proj: nn.Conv2d) -> Tensor:
+    """The same as one matrix product, which leaves tokens in the order that the next layer reads them in."""
+    rows, columns = proj.kernel_size
+    cut = image.unflatten(3, (-1, columns)).unflatten(2, (-1, rows))  # [B, C, h, p, w, p]
+    return F.linear(cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2), proj.weight.flatten(1), proj.bias)
 
 
 def timestep_embedding(t: Tensor, dim: int) -> Tensor:

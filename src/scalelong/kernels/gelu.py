@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scalelong.kernels.checking import agrees, largest_error
-from scalelong.kernels.support import is_plain_linear, kernels_run_on
+from scalelong.kernels.support import is_plain, kernels_run_on
 
 # How the kernels are launched: numbers a program; backward, its columns, its rows and how often it takes as many.
 FORWARD = {"BLOCK": 1024, "num_warps": 4}
@@ -21,7 +21,7 @@ SUMS = {"BC": 16, "BR": 64, "num_warps": 4}
 
 def linear_gelu(x: Tensor, layer: nn.Module) -> Tensor:
     """gelu(layer(x)). A plain linear layer's bias is added together with the activation."""
-    if not is_plain_linear(layer):
+    if not is_plain(layer, nn.Linear):
         return F.gelu(layer(x))
     if not kernels_run_on(x) and not (x.is_cuda and torch.is_autocast_enabled("cuda")):
         return F.gelu(layer(x))

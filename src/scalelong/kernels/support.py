@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+_Layer = TypeVar("_Layer", nn.Linear, nn.Conv2d)
 
 
 def kernels_run_on(tensor: Tensor) -> bool:
@@ -24,9 +26,10 @@ def kernels_run_on(tensor: Tensor) -> bool:
     )
 
 
-def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a layer does nothing but weight·x + bias: nobody wraps, hooks or replaces its call."""
-    if type(layer) is not nn.Linear or layer.bias is None or "forward" in layer.__dict__:
+def is_plain(layer: nn.Module, kind: type[_Layer]) -> TypeGuard[_Layer]:
+    """Whether a linear layer or convolution does nothing but weight·x + bias: nobody wraps, hooks or replaces its
+    call."""
+    if type(layer) is not kind or layer.bias is None or "forward" in layer.__dict__:
         return False
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     return not any(hooks)
