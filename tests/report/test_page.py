@@ -21,7 +21,7 @@ def test_a_comparison_begins_with_what_it_shows(tmp_path):
     runs = [made_run(scaling, seed, loss) for scaling, loss in (("none", 1.0), ("ls", 0.5)) for seed in (0, 1)]
     page = page_of(tmp_path, *runs)
     assert "<h1>Skip scaling with the recipe digits</h1>" in page
-    lowered = "Against none, ls lowers the loss by 0.5 ± 0, beyond the spread over 2 seeds."
+    lowered = "Against none, ls lowers the loss by 0.5 ± 0, beyond the spread over 2 seeds (chance"
     assert page.index(lowered) < page.index("4 runs of 2,000 steps")
     assert "Mean over seeds ± half their range." in page
 

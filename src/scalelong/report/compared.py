@@ -5,17 +5,21 @@ A number that is not finite is shown as such and concludes nothing; a run that d
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from scalelong.report.runs import Run, has_quality, quality_key, ran_together, set_apart
 from scalelong.training.ema import of_first_weights
 
 Groups = dict[str, list[Run]]
 _Value = TypeVar("_Value")
-# How often `beyond_spread` holds for differences that are noise, normal and independent, by the number of seeds.
-BY_CHANCE = {2: 0.295, 3: 0.081, 4: 0.021}
+_RARE = 0.1  # of comparisons: what chance shows more often is no finding
 
 
 def summary_rows(groups: Groups) -> list[dict[str, str]]:
@@ -158,7 +162,7 @@ def conclude(differences: dict[str, list[float]], loss: str) -> str:
     """The sentences, from each scaling's differences to none, seed by seed.
 
     >>> conclude({"ls": [-0.1, 0.1]}, "loss")
-    'No scaling differs from none in loss beyond the spread over 2 seeds.'
+    'No difference to none in loss is larger than the spread over 2 seeds: none is shown.'
     """
     told = {scaling: values for scaling, values in differences.items() if all(map(math.isfinite, values))}
     untold = [
@@ -180,16 +184,52 @@ def _conclude_finite(differences: dict[str, list[float]], loss: str) -> str:
     seeds = min(map(len, differences.values()))
     if seeds == 1:
         return f"Whether a scaling differs from none in {loss} cannot be told from one seed, which has no spread."
-    clear = {scaling: values for scaling, values in differences.items() if beyond_spread(values)}
-    if not clear:
-        return f"No scaling differs from none in {loss} beyond the spread over {seeds} seeds."
-    same = [scaling for scaling in differences if scaling not in clear]
-    rest = f"; {_listed(same)} {'does' if len(same) == 1 else 'do'} not differ" if same else ""
-    changes = _listed([f"{scaling} {_change(values, loss)}" for scaling, values in clear.items()])
-    several = ", to one at least of several more often" if len(differences) > 1 else ""
-    share = f"{BY_CHANCE[seeds]:.0%}" if seeds in BY_CHANCE else ""
-    chance = f" Chance alone does as much to {share} of scalings{several}." if share else ""
-    return f"Against none, {changes}, beyond the spread over {seeds} seeds{rest}.{chance}"
+    chances = {
+        scaling: by_chance(seeds, len(differences), _ratio(values))
+        for scaling, values in differences.items()
+        if beyond_spread(values)
+    }
+    if not chances:
+        return f"No difference to none in {loss} is larger than the spread over {seeds} seeds: none is shown."
+
+    def told(scalings: Sequence[str]) -> str:
+        changes = _listed([f"{scaling} {_change(differences[scaling], loss)}" for scaling in scalings])
+        chance = max(chances[scaling] for scaling in scalings)
+        share = f"{chance:.0%}" if chance >= 0.01 else "less than 1%"
+        return (
+            f"{changes}, beyond the spread over {seeds} seeds (chance alone shows as much of one scaling at least "
+            f"in {share} of comparisons)"
+        )
+
+    shown = [scaling for scaling, chance in chances.items() if chance <= _RARE]
+    seen = [scaling for scaling in chances if scaling not in shown]
+    same = [scaling for scaling in differences if scaling not in chances]
+    sentences = [f"Against none, {told(shown)}."] if shown else []
+    if seen:
+        enough = next(more for more in itertools.count(seeds) if by_chance(more, len(differences)) <= _RARE)
+        sentences.append(f"Seen, but not shown: {told(seen)}; {enough} seeds would tell.")
+    if same:
+        sentences.append(f"Of {_listed(same)} no difference is shown.")
+    return " ".join(sentences)
+
+
+def by_chance(seeds: int, scalings: int = 1, ratio: float = 1.0) -> float:
+    """How often the mean difference of one scaling at least is larger than `ratio` times the range over seeds where
+    none has an effect: losses are normal and independent, and all scalings told against the same runs without."""
+    ratios = _ratios_by_chance(seeds, scalings)
+    return 1 - float(np.searchsorted(ratios, ratio, side="right")) / len(ratios)
+
+
+@functools.cache
+def _ratios_by_chance(seeds: int, scalings: int) -> NDArray[np.float64]:
+    draw = np.random.default_rng(0).standard_normal((40_000, 1 + scalings, seeds))
+    differences = draw[:, 1:] - draw[:, :1]
+    return np.sort((abs(differences.mean(2)) / np.ptp(differences, 2)).max(1))
+
+
+def _ratio(differences: Sequence[float]) -> float:
+    width = max(differences) - min(differences)
+    return abs(spread(differences)[0]) / width if width else math.inf
 
 
 def beyond_spread(differences: Sequence[float]) -> bool:
@@ -238,24 +278,22 @@ def finding_by_noise(groups: Groups, lost: Groups) -> str:
 
 
 def conclude_by_noise(changes: dict[str, list[list[float]]]) -> str:
-    """At which noise levels, 0 for none to 1 for all, a scaling changes the loss beyond the spread over seeds.
-
-    >>> conclude_by_noise({"ls": [[-0.1, -0.1, 0.0, 0.0]] * 5})
-    "Beyond the spread over 5 seeds, the loss against none's: ls is lower at 0 … 0.5 (by 10%)."
-    """
+    """At which noise levels, 0 for none to 1 for all, a scaling changes the loss beyond the spread over seeds."""
     several = {scaling: rows for scaling, rows in changes.items() if len(rows) > 1}
     if not several:
         return ""
     stretches = len(next(iter(several.values()))[0])
     seeds = min(map(len, several.values()))
     told = "; ".join(f"{scaling} {_where(rows)}" for scaling, rows in several.items())
+    count = sum(beyond_spread(values) for rows in several.values() for values in zip(*rows, strict=True))
+    every = stretches * len(several)
     chance = (
-        f" By chance alone {BY_CHANCE[seeds] * stretches:.1g} of {stretches} stretches would differ as much, and "
-        "neighbours go together."
-        if seeds in BY_CHANCE
-        else ""
+        f"by chance alone {by_chance(seeds) * every:.2g} of {every} stretches would, and neighbours go together"
     )
-    return f"Beyond the spread over {seeds} seeds, the loss against none's: {told}.{chance}"
+    if count <= by_chance(seeds) * every:
+        beyond = f"differ from none's beyond the spread over {seeds} seeds"
+        return f"{count} of {every} stretches {beyond}; {chance}: nothing is shown."
+    return f"Beyond the spread over {seeds} seeds, the loss against none's: {told} ({chance})."
 
 
 def _where(rows: Sequence[Sequence[float]]) -> str:
@@ -271,7 +309,7 @@ def _where(rows: Sequence[Sequence[float]]) -> str:
             sizes = sorted({_percent(abs(means[i])) for i in places}, key=float)
             by = f"{sizes[0]} … {sizes[-1]}" if len(sizes) > 1 else sizes[0]
             parts.append(f"{word} at {_listed(_ranges(places, len(means)))} (by {by}%)")
-    return f"is {' and '.join(parts)}" if parts else "differs nowhere"
+    return f"is {' and '.join(parts)}" if parts else "shows no difference"
 
 
 def _percent(share: float) -> str:

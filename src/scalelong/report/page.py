@@ -208,7 +208,9 @@ def _caveats(runs: list[Run]) -> list[str]:
     config = runs[0].config
     seeds = len({r.config.train.seed for r in runs})
     noise = (
-        "differences within the ± are noise" if seeds > 1 else "another seed may differ by more than a scaling does"
+        "the ± is half the range over them, and no error bar"
+        if seeds > 1
+        else "another seed may differ by more than a scaling does"
     )
     points = [
         f"{seeds} {'seeds' if seeds > 1 else 'seed'} and {config.train.steps:,} steps: {noise}.",
