@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -178,10 +179,14 @@ def test_more_seeds_say_how_a_comparison_failed():
     assert (mixed.holds, mixed.found.rpartition("; ")[2]) == (False, "the ranges overlap")
 
 
-def test_luck_is_the_binomial_distribution():
-    assert luck(5, 0) == 1 / 32
-    assert luck(0, 3) == 1
-    assert luck(9, 6) == pytest.approx(scipy.stats.binomtest(9, 15, alternative="greater").pvalue)
+def test_luck_is_the_sign_flip_test():
+    assert luck([1] * 5) == 1 / 32
+    assert luck([-1] * 3) == luck([0, 0]) == 1
+    binomial = scipy.stats.binomtest(9, 15, alternative="greater").pvalue
+    assert luck([1] * 9 + [-1] * 6) == pytest.approx(binomial)
+    balances = [3, -1, 2, 2, 0]
+    flipped = [sum(s * b for s, b in zip(signs, balances, strict=True)) for signs in product((-1, 1), repeat=5)]
+    assert luck(balances) == sum(total >= sum(balances) for total in flipped) / 32
 
 
 def test_outcomes_of_a_loss_curve():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,10 +37,13 @@ def told_by(seeds: Sequence[Any], holds: bool) -> bool | None:
     return holds if len(seeds) > 1 else None
 
 
-def luck(won: int, lost: int) -> float:
-    """How often a fair coin, thrown won + lost times, shows heads `won` times or more: the sign test."""
-    n = won + lost
-    return sum(math.comb(n, k) for k in range(won, n + 1)) / 2**n
+def luck(balances: Sequence[int]) -> float:
+    """How often a fair coin, thrown for the sign of each balance, makes their sum as large or larger."""
+    sums = Counter({0: 1})
+    for size in map(abs, balances):
+        reached = {total for sum_ in sums for total in (sum_ - size, sum_ + size)}
+        sums = Counter({total: sums[total - size] + sums[total + size] for total in reached})
+    return sum(count for total, count in sums.items() if total >= sum(balances)) / sums.total()
 
 
 def show(values: Sequence[float]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from itertools import accumulate, product
 from typing import Any
 
@@ -24,9 +25,9 @@ OUTCOMES = ("trains", "spikes", "diverges", "never learns")
 _WINDOW, _RISE, _LOST = 30, 1.5, 0.5
 _CHANCE = 0.05
 _RULE = (
-    "Of the cells (depth, rate, batch, seed) where only one of the scaled and the unscaled net trains, it is the "
-    "scaled one in so many that a coin would do as well with a probability below 5 % (sign test), divided by the "
-    "number of scalings, as each of them has its chance."
+    "More cells (depth, rate, batch, seed) are mended than spoilt, by so many that a coin would do as well with a "
+    "probability below 5 %, divided by the number of scalings, as each of them has its chance. Cells of one seed "
+    "and depth share their first weights, so that the coin is thrown once for all of them (sign-flip test)."
 )
 
 
@@ -115,10 +116,15 @@ def judge(data: Data) -> Statement:
     names = dict.fromkeys(key[0] for key in trains if key[0] != "none")
     checks = []
     for name in names:
-        pairs = [(plain, trains[(name, *key[1:])]) for key, plain in trains.items() if key[0] == "none"]
+        pairs, balances = [], Counter[tuple[int, int]]()
+        for (_, depth, *rest, seed), plain in ((key, t) for key, t in trains.items() if key[0] == "none"):
+            scaled = trains[(name, depth, *rest, seed)]
+            pairs.append((plain, scaled))
+            balances[depth, seed] += scaled - plain
         won, lost = pairs.count((False, True)), pairs.count((True, False))
         fail = sum(not plain for plain, _ in pairs)
-        chance, reverse, limit = luck(won, lost), luck(lost, won), _CHANCE / len(names)
+        nets = list(balances.values())
+        chance, reverse, limit = luck(nets), luck([-net for net in nets]), _CHANCE / len(names)
         found = (
             f"it mends {won} of {fail} cells that fail, and spoils {lost} of {len(pairs) - fail} others; by luck: "
         )
