@@ -171,7 +171,7 @@ def test_a_dry_probe_writes_nothing(small, tmp_path):
 
 def test_the_theory_is_a_section_of_any_page(tmp_path):
     lemma = judge_lemma([{"data": "x", "process": "ddpm", "closed_form": 0.8163, "measured": 0.8162}])
-    direction = judge_direction([{"pair": 1.5, "cs": 1.0, "cs-reversed": 2.0}])
+    direction = judge_direction([{"pair": 1.5, "cs": 1.0, "cs-reversed": 2.0}], 1.118)
     file = tmp_path / "theory.json"
     file.write_text(json.dumps({"statements": [lemma.as_dict(), direction.as_dict()]}))
     sections = theory_sections(read_theory(file))

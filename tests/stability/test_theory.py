@@ -177,10 +177,22 @@ def test_m_0_is_the_norm_of_the_pairs():
 
 def test_the_direction_is_judged_by_where_reversed_is_larger():
     rows = [{"pair": p, "cs": 1.0, "cs-reversed": p - 0.1} for p in (1.0, 1.05, 1.2, 2.0)]
-    found = robustness.judge_direction(rows)
+    found = robustness.judge_direction(rows, 1.118)
     assert found.verdict == "holds only where a pair of blocks enlarges typical changes by more than 1.05"
-    assert robustness.judge_direction(rows[2:]).verdict == "holds"
-    assert robustness.judge_direction(rows[:2]).verdict == "does not hold"
+    assert robustness.judge_direction(rows[2:], 1.118).verdict == "holds"
+    assert robustness.judge_direction(rows[:2], 1.118).verdict == "does not hold"
+
+
+@pytest.mark.parametrize(
+    ("skips", "kappa", "edge"),
+    [(4, 0.7, 1.267), (6, 0.7, 1.118), (8, 0.7, 1.072), (10, 0.7, 1.052), (6, 0.9, 1.094), (6, 0.5, 1.174)],
+)
+def test_where_the_direction_turns_round_in_expectation(skips, kappa, edge):
+    found = robustness.direction_edge(skips, kappa)
+    assert found == pytest.approx(edge, abs=1e-3)
+    forth, back = (sum(kappa ** (2 * k) * found ** (2 * j) for j, k in enumerate(powers, 1))
+                   for powers in (range(skips), range(skips, 0, -1)))  # fmt: skip
+    assert forth == pytest.approx(back)
 
 
 def test_the_measured_direction_turns_round():
@@ -200,7 +212,7 @@ def test_the_range_from_data_depends_on_what_is_called_mean_and_on_the_number_of
 
 
 def test_statements_survive_json():
-    found = robustness.judge_direction([{"pair": 1.5, "cs": 1.0, "cs-reversed": 2.0}])
+    found = robustness.judge_direction([{"pair": 1.5, "cs": 1.0, "cs-reversed": 2.0}], 1.118)
     back = statement_from(json.loads(json.dumps(found.as_dict())))
     assert (back, back.verdict) == (found, "holds")
 
@@ -233,7 +245,7 @@ def test_nothing_is_judged_by_what_is_no_number(bad, tmp_path):
     rows = [{"where": "here", "scaling": "none", **dict.fromkeys(keys, 1.0), "sum": bad, "sum_apart": bad}]
     gain = robustness.judge_gain(rows)
     assert [check.holds for check in gain.checks] == [None, None]
-    assert robustness.judge_direction([{"pair": 1.0, "cs": bad, "cs-reversed": 1.0}]).verdict == "not judged"
+    assert robustness.judge_direction([{"pair": 1.0, "cs": bad, "cs-reversed": 1.0}], 1.118).verdict == "not judged"
     file = tmp_path / "theory.json"
     file.write_text(json.dumps(for_json({"statements": [gain.as_dict()]})))
     (section,) = theory_sections(read_theory(file))

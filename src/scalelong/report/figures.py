@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -144,7 +145,10 @@ def drawn(panels: Sequence[Callable[[Any], None]]) -> str:
         figure, axes = _figure(size, rows, columns, squeeze=False)
         for draw, place in zip(panels, axes.flat, strict=False):
             draw(place)
+            place.set_title(textwrap.fill(place.get_title(), 48), fontsize=9)
             place.legend(frameon=False, fontsize=8)
+        for place in axes.flat[len(panels) :]:
+            place.set_axis_off()
         return _svg(figure)
 
 

@@ -126,6 +126,8 @@ def _direction(statement: Statement) -> str:
         ratio = [row["cs-reversed"] / row["cs"] for row in statement["rows"]]
         axes.plot(pairs, ratio, "o-", label="reversed / CS")
         axes.axhline(1, color="k", lw=0.8)
+        derived = statement["numbers"]["derived"]
+        axes.axvline(derived, color="C1", lw=1, ls=":", label=f"equal in expectation, {derived:.3f}")
         axes.set(xlabel="gain of a pair of blocks (root mean square)", ylabel="gain of the net, reversed / CS")
 
     return drawn([draw])
@@ -138,10 +140,15 @@ def ratio_figure(found: dict[str, Any]) -> str:
         shares = [float(share) for share in found["quantiles"]]
         axes.plot(list(found["quantiles"].values()), shares, "o-", ms=3, label="share below")
         for colour, (name, value) in enumerate(
-            (("ratio of means", found["ratio_of_means"]), ("mean of the ratio", found["mean"]), ("paper's 5", 5.0)),
+            (
+                (f"ratio of means, {found['ratio_of_means']:.2f}", found["ratio_of_means"]),
+                (f"mean of the ratio, {found['mean']:.2f}", found["mean"]),
+                (f"97 % quantile, {found['high']['sum']:.2f}", found["high"]["sum"]),
+                ("paper's 5", 5.0),
+            ),
             1,
         ):
-            axes.axvline(value, color=f"C{colour}", lw=1, label=f"{name}, {value:.2f}")
+            axes.axvline(value, color=f"C{colour}", lw=1, label=name)
         axes.set(xlabel="‖ε‖² / ‖x_t‖²", ylabel="share of images below", ylim=(0, 1))
 
     return drawn([draw])

@@ -222,8 +222,8 @@ def judge_gradients(rows: list[Row]) -> Statement:
     return Statement(
         name="Thm 3.3",
         claim="‖∇_W ℓ‖² ≲ O(ℓ ‖x_t‖² Σ_{j≥i} κ_j² + c3) for the weights of a_i and b_i.",
-        rule=f"One line over all blocks, scalings and inputs has R² ≥ {MIN_R2} and rises: an O(·) with free "
-        "constants could not fail.",
+        rule="More than the claim, which with free constants could not fail: one line over all blocks, scalings "
+        f"and inputs rises and has R² ≥ {MIN_R2}.",
         checks=checks,
         remark="A residual that is mostly the net's own output goes back through the matrices that made it, and "
         "grows on the way: E‖W^T W x‖² > E‖W x‖². Where the output starts small, as in nets whose last layer "
