@@ -156,7 +156,7 @@ def direction(settings: Settings, kappa: float = 0.7) -> Statement:
 
 
 def direction_edge(num_skips: int, kappa: float) -> float:
-    """The pair gain M where CS and CS reversed are equal in expectation, Σ_i κ_i² M^(2i): beyond it CS is smaller."""
+    """The pair gain M where CS and CS reversed are equal in expectation, Σ κ_i² M^(2i); beyond, CS is smaller."""
     forth, back = (coefficients(f"{name}:{kappa}", num_skips) for name in ("cs", "cs-reversed"))
 
     def excess(gain: float) -> float:
