@@ -217,7 +217,15 @@ def test_a_probe_of_a_few_steps(small, tmp_path):
     assert "κ from short runs" in (tmp_path / "p.html").read_text()
 
 
-def test_a_model_of_videos_is_told_what_to_do(tmp_path):
-    CASES["unet3d"].model().save_pretrained(tmp_path / "video")
-    with pytest.raises(ValueError, match="a UNet3DConditionModel, of videos; call scalelong.stability.calibration"):
+@pytest.mark.parametrize("name", ["unet3d", "motion"])
+def test_kappa_measures_models_of_videos(name, tmp_path):
+    CASES[name].model().save_pretrained(tmp_path / "video")
+    found = json.loads(invoke("kappa", tmp_path / "video", "--batch", 2, "--batches", 1, "--json"))
+    assert len(found["model"]["merges"]) == len(found["model"]["coefficients"]) > 1
+    assert all(merge["main_variance"] > 0 for merge in found["model"]["merges"])
+
+
+def test_a_model_that_is_told_an_image_besides_its_video_is_refused(tmp_path):
+    CASES["i2vgen"].model().save_pretrained(tmp_path / "video")
+    with pytest.raises(ValueError, match="an I2VGenXLUNet, .* call scalelong.stability.calibration.calibrate"):
         open_model(str(tmp_path / "video"))

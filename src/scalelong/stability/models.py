@@ -22,7 +22,9 @@ _CONDITIONS = {
     "encoder_hid_dim_type": (None, "text_proj"),
     "addition_embed_type": (None, "text", "text_time"),
 }
-_OF_VIDEOS = ("UNetMotionModel", "UNet3DConditionModel", "I2VGenXLUNet")
+_OF_VIDEOS = ("UNetMotionModel", "UNet3DConditionModel")
+_OF_LATENTS = ("UNet2DConditionModel", "HunyuanDiT2DModel", *_OF_VIDEOS)
+_FRAMES = 4
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def _from_diffusers(name: str, folder: Path, seed: int) -> OpenedModel:
     from scalelong.saving import load, model_class, read_config
 
     config = read_config(folder)
-    process = "sd" if config["_class_name"] in ("UNet2DConditionModel", "HunyuanDiT2DModel") else "ddpm"
+    process = "sd" if config["_class_name"] in _OF_LATENTS else "ddpm"
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
         return _opened(name, load(folder), process, folder=name)
     cls = model_class(config["_class_name"])
@@ -74,10 +76,10 @@ def _from_diffusers(name: str, folder: Path, seed: int) -> OpenedModel:
 
 def _opened(name: str, model: nn.Module, process: str, folder: str | None) -> OpenedModel:
     find_skips(model)  # or a sentence
-    if type(model).__name__ in _OF_VIDEOS:
+    if type(model).__name__ == "I2VGenXLUNet":
         raise ValueError(
-            f"inputs are made for models of images, and {name} is a {type(model).__name__}, of videos; call "
-            "scalelong.stability.calibration.calibrate(model, [inputs]) with inputs of yours."
+            f"{name} is an I2VGenXLUNet, which is told an image besides its video, and no such inputs are made up; "
+            "call scalelong.stability.calibration.calibrate(model, [inputs]) with inputs of yours."
         )
     return OpenedModel(name, model.float().eval(), process, folder)
 
@@ -91,6 +93,8 @@ def _seeded(seed: int, build: Any) -> Any:
 def model_inputs(model: Any, process: Process, images: Iterator[Tensor], batch: int, seed: int = 0) -> Inputs:
     """Named arguments for one call: noised images at spread times; conditions, where it has any, at random."""
     clean = next(images)[:batch]
+    if type(model).__name__ in _OF_VIDEOS:  # stills, each frame with noise of its own: [B, C, F, H, W]
+        clean = clean[:, :, None].expand(-1, -1, _FRAMES, -1, -1)
     uniforms = (torch.arange(len(clean)) + 0.5) / len(clean)
     k = process.timesteps(uniforms)
     generator = torch.Generator().manual_seed(seed)
@@ -98,7 +102,9 @@ def model_inputs(model: Any, process: Process, images: Iterator[Tensor], batch: 
     noised = process.scaled(process.noised(clean, noise, k), k).float()
     if type(model).__name__.startswith("HunyuanDiT"):
         return {"hidden_states": noised, "timestep": k.float(), **_hunyuan_conditions(model, noised, generator)}
-    return {"sample": noised, "timestep": k, **_conditions(model, len(clean), generator)}
+    # AnimateDiff's net has a text for every frame.
+    texts = len(clean) * (_FRAMES if type(model).__name__ == "UNetMotionModel" else 1)
+    return {"sample": noised, "timestep": k, **_conditions(model, texts, generator)}
 
 
 def batches_for(model: Any, process: str, store: Store | None, sizes: Sequence[int], seed: int = 0) -> list[Inputs]:
