@@ -117,7 +117,7 @@ def test_train_counts_the_parameters_and_the_state_of_a_real_run(trained, data):
     assert told["parameters"] == sum(t.numel() for t in state.tensors("model").values())
     assert (told["starts_at"], told["steps"]) == (5, 9)
     assert "9 steps, the first 5 of them done" in text
-    assert "here, by the arithmetic alone" in text
+    assert "here for the steps alone, by their arithmetic" in text
     fresh, _ = plan(*args, "--set", "model.changes.hidden_size=512")
     # What a checkpoint holds, Adam's two moments and an average or two, and the gradients, which none holds.
     assert fresh["state_gib"] * 2**30 == pytest.approx(fresh["parameters"] * 4 * (3 + 2 + 1), rel=0.01)
@@ -198,7 +198,7 @@ def test_compare_tells_every_run():
     plain, gated = told["runs"][:2]
     assert gated["parameters"] - plain["parameters"] == 6 * (17 + 1 + 17 + 17)  # six gates of 17 tokens, one hidden
     assert "4 runs of 24 steps in all, 0 of them done" in text
-    assert "about 0 s here, by the arithmetic alone" in text
+    assert "about 0 s here for the steps alone, by their arithmetic" in text
     long, longer = (
         plan("compare", *which, "--out", "cmp", *tiny, "--set", f"train.steps={steps}")[0]["hours"]
         for steps in (600_000, 1_200_000)

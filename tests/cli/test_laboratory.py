@@ -161,7 +161,7 @@ def test_a_dry_probe_writes_nothing(small, tmp_path):
     table = [line.split() for line in text.splitlines() if line[:1].isdigit()]
     assert table[:2] == [["1", "4", "8", "100"], ["2", "2", "4", "200"]]
     assert "8 runs of 1,200 steps in all under " in text
-    assert re.search(r"runs at once, about \d+ \w+ here, by the arithmetic alone", text)
+    assert re.search(r"runs at once, about \d+ \w+ here for the steps alone, by their arithmetic", text)
     flops = found["total_steps"] / (8 * 200)  # all eight to the last step would be 1
     assert found["hours"] == pytest.approx(flops * hours_to_the_end(small), rel=0.01)
     assert '"train": {' in text

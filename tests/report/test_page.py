@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 from scalelong.report.page import write_report
@@ -24,6 +25,15 @@ def test_a_comparison_begins_with_what_it_shows(tmp_path):
     lowered = "Against none, ls lowers the loss by 0.5 ± 0, beyond the spread over 2 seeds (chance"
     assert page.index(lowered) < page.index("4 runs of 2,000 steps")
     assert "Mean over seeds ± half their range." in page
+
+
+def test_a_comparison_of_ones_own_weights_says_where_all_runs_began(tmp_path):
+    runs = [replace(made_run(scaling, 0, 1.0), folder=tmp_path / scaling) for scaling in ("none", "ls")]
+    for run in runs:
+        run.folder.mkdir()
+        (run.folder / "began.json").write_text(json.dumps({"how": "weights", "source": "my/unet", "step": 0}))
+    page = page_of(tmp_path, *runs)
+    assert "All begin with my/unet (the spread over seeds is not of first weights); runs of one seed share" in page
 
 
 def test_what_is_said_of_the_gates_of_digits_is_not_said_of_larger_images(tmp_path):

@@ -183,7 +183,7 @@ def training_text(plan: Plan) -> str:
 def _hours_text(plan: Plan) -> str:
     from scalelong.cli.lines import in_words
 
-    return f"about {in_words(3600 * plan['hours'])} here, by the arithmetic alone"
+    return f"about {in_words(3600 * plan['hours'])} here for the steps alone, by their arithmetic"
 
 
 def _reading_text(plan: Plan) -> str:

@@ -198,10 +198,14 @@ def _lead(runs: list[Run]) -> str:
         return f"One run of {recipe}"
     if set_apart(runs):
         return f"{len(runs)} runs, the first of {recipe}"
-    return (
-        f"{len(runs)} runs of {recipe} Runs of one seed share their first weights, images, times and noise, and "
-        "differ in the scaling of their long skips alone."
-    )
+    began = runs[0].noted("began.json")
+    shared = "Runs of one seed share their first weights, images, times and noise"
+    if began:
+        shared = (
+            f"All begin with {began['source']} (the spread over seeds is not of first weights); runs of one seed "
+            "share images, times and noise"
+        )
+    return f"{len(runs)} runs of {recipe} {shared}, and differ in the scaling of their long skips alone."
 
 
 def _caveats(runs: list[Run]) -> list[str]:
