@@ -23,6 +23,7 @@ from scalelong import StabilityMonitor
 
 SETS = {
     "tuned": fault_sets.TUNED,
+    "slow": fault_sets.SLOW,
     "held out": fault_sets.HELD_OUT,
     "healthy": fault_sets.HEALTHY,
     "healthy, held out": fault_sets.HEALTHY_HELD_OUT,

@@ -196,9 +196,13 @@ def corrupted_batches(training: Training, k: int) -> None:
     training.data_factor = 127.5 if k % 10 == 0 else 1.0
 
 
-def noisy_targets(training: Training, k: int) -> None:
-    """Noise on the target, from 0.1, 4 % more each step."""
-    training.target_noise = 0.1 * 1.04**k
+def noisy_targets(growth: float) -> Callable[[Training, int], None]:
+    """Noise on the targets grows by a factor a step."""
+
+    def grow(training: Training, k: int) -> None:
+        training.target_noise = 0.1 * growth**k
+
+    return grow
 
 
 def residual_gain(training: Training, k: int) -> None:

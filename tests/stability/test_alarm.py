@@ -44,7 +44,7 @@ def test_noise_a_falling_loss_and_a_warm_up_ring_nothing(seed):
     t = np.arange(1000)
     assert not feed(noisy(1000, seed=seed, spread=0.5))
     assert not feed(noisy(1000, level=1 / (1 + t / 100), seed=seed))
-    assert not feed(noisy(1000, level=np.minimum(1, (t + 1) / 500), spread=0.05, seed=seed))
+    assert not feed(noisy(1000, level=np.minimum(1, (t + 1) / 500), spread=0.05, seed=seed), ["update/a"])
     assert not feed(np.ones(1000))
 
 

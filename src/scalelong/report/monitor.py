@@ -13,6 +13,7 @@ from typing import Any
 from scalelong.report import figures
 from scalelong.report.page import Section, write_page
 from scalelong.report.runs import Record
+from scalelong.stability.alarm import LEVEL
 from scalelong.training.log import ALARM_LEARNT, BAD_STEPS, METRICS, WATCHED, read_metrics
 
 _Paths = dict[str, tuple[str, str]]  # where numbers are in a log, by what they are called in a figure
@@ -148,11 +149,13 @@ def _events(record: Record) -> Iterator[dict[str, str]]:
     for row in record.rows:
         if "alarm" in row:
             a: dict[str, Any] = row["alarm"]
-            where = f" of {a['layer']}" if a["layer"] else ""
+            where, usual = (f" of {a['layer']}" if a["layer"] else ""), "usual"
+            if a["signal"] == LEVEL:
+                usual = "lowest"
             more = f"; also {', '.join(a['others'][:5])}" if a["others"] else ""
             yield {
                 "step": str(a["step"]),
-                "what": f"{a['signal']}{where} at {a['factor']:.3g} times its usual value{more}",
+                "what": f"{a['signal']}{where} at {a['factor']:.3g} times its {usual} value{more}",
             }
         if "nonfinite" in row:
             bad = row["nonfinite"]

@@ -7,7 +7,8 @@ large in itself (`LARGE`, an update `LARGE_UPDATE`), so that neither a noisy sig
 nature. Blocks that hardly take part, as the inner ones of a net that is deep for its data, wake up now and then and
 are no danger: a block's gradient, update or output must also be as large as the largest block's usually is, and for
 an update its gradient a share of that (`TAKES_PART`). Half-precision outputs have one more rule: growth that leaves
-the dtype's range within `SOON` steps.
+the dtype's range within `SOON` steps. What grows so slowly that it is never strange beside the last 50 steps, the
+loss shows by its level (`rise`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from scalelong.stability.rise import STEPS, Rise
 
 Array = NDArray[np.float64]
 
@@ -33,6 +36,7 @@ LARGE_UPDATE = math.log(2)  # with a momentum of 0.99 updates wander by half in 
 TAKES_PART = math.log(0.05)  # of the largest block's gradient
 QUIET = 0.03  # the least spread that a signal is believed to have
 SOON = 50
+LEVEL = "level of the loss"
 _GROWING = 1e-3  # per step: what grows less has no overflow to come
 _REFERENCE_EVERY = 5  # steps between two medians of the reference,
 _USUAL_EVERY = 25  # and between two looks at the whole history: both change slowly
@@ -43,7 +47,7 @@ class Alarm:
     """What rang, where, and by how much."""
 
     step: int
-    signal: str  # loss, gradient, update, output, gate, peak
+    signal: str  # loss, gradient, update, output, gate, peak, or LEVEL
     layer: str  # the block, or the skip of a gate; empty for the loss
     factor: float  # the recent mean over the usual value
     score: float  # how many spreads outside of what the run had shown
@@ -52,6 +56,11 @@ class Alarm:
     def __str__(self) -> str:
         where = f" of {self.layer}" if self.layer else ""
         more = f" (and {len(self.others)} more: {', '.join(self.others[:3])})" if self.others else ""
+        if self.signal == LEVEL:
+            return (
+                f"step {self.step}: the {LEVEL}, over {STEPS} steps, is {self.factor:.3g} times its lowest in this "
+                f"run ({self.score:.0f} standard errors)"
+            )
         if self.signal == "peak":
             return f"step {self.step}: the output{where} grows out of float16's range within {SOON} steps{more}"
         return (
@@ -102,6 +111,7 @@ class Detector:
         self._values = np.zeros(size, dtype=int)  # how many each signal has had
         self._rings_after = np.full(size, LEARNING)  # steps
         self._quiet_until = 0
+        self.rise = Rise()  # of the loss, where that is the first
         kinds = [name.partition("/")[0] for name in self.names]
         self._both_ways = np.array([kind == "gate" for kind in kinds])
         self._large = np.array([LARGE_UPDATE if kind == "update" else LARGE for kind in kinds])
@@ -117,7 +127,12 @@ class Detector:
         if self.seen % _REFERENCE_EVERY == 0:
             self._reference = median(self.before)
         now = self.recent.mean(axis=0) - self._reference
-        alarm = self._judge(step, now) if step >= self._quiet_until else None
+        may_ring = step >= self._quiet_until
+        alarm = self._judge(step, now) if may_ring else None
+        if self.names[0] == "loss":
+            quiet = alarm is not None or not may_ring or self.seen <= LEARNING
+            if risen := self.rise.update(float(values[0]), may_ring=not quiet):
+                alarm = Alarm(step, LEVEL, "", *risen)
         self.deviations[:, self.seen % HISTORY] = now
         if self.seen % _USUAL_EVERY == 0:
             self._usual = usual(self.deviations[:, : self.seen + 1])
@@ -189,7 +204,7 @@ class Detector:
     def renamed(self, names: Sequence[str]) -> Detector:
         """A detector of these signals, with what this one knows of those that it has; the others begin."""
         new = Detector(names)
-        new.seen, new._quiet_until = self.seen, self._quiet_until
+        new.seen, new._quiet_until, new.rise = self.seen, self._quiet_until, self.rise
         kept = [name for name in self.names if name in new.names]
         old_places = [self.names.index(name) for name in kept]
         new_places = [new.names.index(name) for name in kept]
@@ -203,6 +218,7 @@ class Detector:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         numbers = {"names": self.names, "seen": self.seen, "quiet until": self._quiet_until}
+        numbers["rise"] = self.rise.state_dict()
         return numbers | {k: v.tolist() for k, v in self._arrays().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -213,6 +229,8 @@ class Detector:
                 "this model; load it into a monitor of the same model, or start a fresh one."
             )
         self.seen, self._quiet_until = state["seen"], state["quiet until"]
+        if "rise" in state:  # not in what an earlier version saved
+            self.rise.load_state_dict(state["rise"])
         for name, array in self._arrays().items():
             array[...] = state[name]
 
