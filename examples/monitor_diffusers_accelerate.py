@@ -1,6 +1,6 @@
 """The loop of diffusers' train_unconditional.py (accelerate, UNet2DModel) under the monitor, on the digits.
 
-    accelerate launch examples/monitor_diffusers_accelerate.py --steps 200 --out runs/monitored
+    accelerate launch examples/monitor_diffusers_accelerate.py --steps 200 --out runs/monitored-accelerate
 
 Three lines, marked below, are all that the monitor adds.
 """
@@ -69,6 +69,6 @@ def main(steps: int, out: Path, batch: int = 16, pieces: int = 2) -> scalelong.S
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--out", type=Path, default=Path("runs/monitored"))
+    parser.add_argument("--out", type=Path, default=Path("runs/monitored-accelerate"))
     arguments = parser.parse_args()
     main(arguments.steps, arguments.out)

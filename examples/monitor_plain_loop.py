@@ -1,6 +1,6 @@
 """A plain PyTorch loop under the monitor: a U-ViT learns digits until its learning rate jumps by a factor of 30.
 
-    python examples/monitor_plain_loop.py --steps 260 --out runs/monitored
+    python examples/monitor_plain_loop.py --steps 260 --out runs/monitored-plain
 
 The alarm names what grew, metrics.jsonl and TensorBoard hold the signals of every skip, report.html draws them.
 """
@@ -45,6 +45,6 @@ def main(steps: int, out: Path, jump_at: int = 200) -> scalelong.StabilityMonito
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=260)
-    parser.add_argument("--out", type=Path, default=Path("runs/monitored"))
+    parser.add_argument("--out", type=Path, default=Path("runs/monitored-plain"))
     arguments = parser.parse_args()
     main(arguments.steps, arguments.out)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -276,6 +277,33 @@ def test_ctrl_c_begins_no_other_run(tmp_path):
     done = run_all([0, 1, 2, 3], tmp_path, workers=1, watch=lambda done: None, run=stop_at_once)
     assert done == [False] * 4
     assert [file.name for file in tmp_path.iterdir()] == ["0"]
+
+
+def wait_to_be_told(member, folder):
+    """As a run whose process alone is not told of Ctrl-C, or of a scheduler's end."""
+    told = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    (folder / "ready").touch()
+    for _ in range(200):
+        if told:
+            (folder / "saved").touch()
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_runs_are_told_when_the_comparison_alone_is(tmp_path, number):
+    def end_it():
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), number)
+
+    before = signal.getsignal(signal.SIGTERM)
+    threading.Thread(target=end_it, daemon=True).start()
+    assert run_all([0, 1], tmp_path, workers=1, watch=lambda done: None, run=wait_to_be_told) == [False, False]
+    assert (tmp_path / "saved").exists()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def be_interrupted(member, folder):

@@ -200,3 +200,7 @@ def test_gates_and_their_average_survive_the_hooks_of_a_diffusers_script(tmp_pat
     averaged.save_pretrained(tmp_path / "averaged")
     loaded = scalelong.load(tmp_path / "averaged")
     assert all((p == 0.5).all() for p in scalelong.scaling_of(loaded).parameters())
+
+
+def test_a_loaded_models_config_stays_json(saved):
+    json.dumps(dict(scalelong.load(saved[1]).config))

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -169,7 +170,10 @@ def run_all(
     """
     context = multiprocessing.get_context("spawn")
     left, futures = iter(group), list[Future[bool]]()
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker) as pool:
+    with (
+        ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker) as pool,
+        _ended_like_ctrl_c(),
+    ):
         interrupted = True
         with contextlib.suppress(KeyboardInterrupt):
             while True:
@@ -182,8 +186,30 @@ def run_all(
                 watch([future.done() for future in futures] + [False] * (len(group) - len(futures)))
                 wait(under_way + begun, timeout=0.5, return_when=FIRST_COMPLETED)
             interrupted = False
+        if interrupted:
+            for (
+                child
+            ) in multiprocessing.active_children():  # a terminal tells them too, and to be told twice is once
+                child.terminate()
         done = [_result(future, interrupted) for future in futures]
     return done + [False] * (len(group) - len(done))
+
+
+@contextlib.contextmanager
+def _ended_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM, which schedulers send, is taken for Ctrl-C."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _result(future: Future[bool], interrupted: bool) -> bool:

@@ -47,7 +47,7 @@ def load(
     entry = recorded_scaling(config)
     with _quiet_about_scaling():
         cls = cls or model_class(config["_class_name"])
-        model: nn.Module = cls.from_pretrained(folder, variant=variant, **kwargs)
+        model: nn.Module = cls.from_pretrained(str(folder), variant=variant, **kwargs)
     take_ownership(model)
     if entry is None or attached(model) is not None:
         return model

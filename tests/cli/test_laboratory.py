@@ -229,3 +229,12 @@ def test_a_model_that_is_told_an_image_besides_its_video_is_refused(tmp_path):
     CASES["i2vgen"].model().save_pretrained(tmp_path / "video")
     with pytest.raises(ValueError, match="an I2VGenXLUNet, .* call scalelong.stability.calibration.calibrate"):
         open_model(str(tmp_path / "video"))
+
+
+def test_a_model_scaled_behind_the_norm_is_measured_without(tmp_path):
+    model = CASES["unet2d"].model()
+    scalelong.apply(model, "cs:0.7", placement="norm")
+    model.save_pretrained(tmp_path / "scaled")
+    with pytest.warns(UserWarning, match="is scaled by cs:0.7 at norm, which is taken off here"):
+        opened = open_model(str(tmp_path / "scaled"))
+    assert scalelong.scaling_of(opened.model) is None

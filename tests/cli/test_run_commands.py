@@ -213,6 +213,19 @@ def test_a_training_stops_after_its_time_and_goes_on(data):
     assert json.loads(run(*args, "--stop-after", "5", "--json")) == {"out": str(out), "done": True, "step": 2}
 
 
+def test_a_folder_without_a_run_is_not_taken_for_one_of_the_digits(monkeypatch, capsys, tmp_path):
+    code, error = fails(monkeypatch, capsys, "train", "--out", tmp_path / "mistyped")
+    assert code == 2
+    assert "mistyped has no run to go on with; to begin one there, name its recipe" in error
+    assert not (tmp_path / "mistyped").exists()
+
+
+def test_a_comparison_is_not_put_into_a_run(trained, monkeypatch, capsys):
+    code, error = fails(monkeypatch, capsys, "compare", "--out", trained)
+    assert code == 2
+    assert "is a run itself; --out is a folder for several" in error
+
+
 def test_averages_of_first_weights_are_told_once_and_only_where_that_can_be_changed(data):
     def told(*args):
         return CliRunner().invoke(app, list(map(str, args)), catch_exceptions=False).stderr
@@ -593,9 +606,15 @@ def test_guidance_needs_a_null_class(data, tmp_path, monkeypatch, capsys):
     assert "trained with data.label_dropout=0; guidance is 1 for it, got 2.0" in error
 
 
-def test_evaluate_wants_the_data_of_the_run(trained, monkeypatch, capsys, tmp_path):
+def test_evaluate_takes_the_data_of_the_run_or_wants_them(trained, data, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    code, error = fails(monkeypatch, capsys, "evaluate", trained, "--features", "pixels")
+    how = ("--features", "pixels", "--num", 16, "--steps", 2, "--json")
+    assert json.loads(run("evaluate", trained, *how)) == json.loads(
+        run("evaluate", trained, "--data", data / "store", *how)
+    )
+    shutil.copytree(trained, tmp_path / "moved")
+    (tmp_path / "moved" / "data.json").unlink()
+    code, error = fails(monkeypatch, capsys, "evaluate", tmp_path / "moved", "--features", "pixels")
     assert code == 2
     assert "the run draws images of 8×8×3, and" in error
     assert "holds 8×8×1; give the data that the run was trained on with --data" in error

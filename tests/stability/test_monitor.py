@@ -917,6 +917,30 @@ def test_an_output_that_the_loss_does_not_see_is_told_once_and_ends_nothing(tmp_
     assert "Steps that were not finite" not in page
 
 
+@pytest.mark.parametrize("how", ["before backward", "after zero_grad", "times 0", "as it should be"])
+def test_a_loop_whose_gradients_are_never_there_is_told_once(tmp_path, how):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        monitor = StabilityMonitor(model, tmp_path, interval=10, report=False)
+    optimiser = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with warnings.catch_warnings(record=True) as told, monitor:
+        warnings.simplefilter("always")
+        for _ in range(50):
+            loss = model(torch.randn(2, 4)).square().mean() * (how != "times 0")
+            if how == "before backward":
+                monitor.step(loss)
+            loss.backward()
+            if how in ("times 0", "as it should be"):
+                monitor.step(loss)
+            optimiser.step()
+            optimiser.zero_grad()
+            if how == "after zero_grad":
+                monitor.step(loss)
+    found = [str(w.message) for w in told if "was exactly 0 or not there" in str(w.message)]
+    assert len(found) == (how != "as it should be")
+
+
 def test_an_output_whose_norm_float32_cannot_hold_is_not_called_infinite(tmp_path):
     model = Aside()
     with pytest.warns(UserWarning, match="goes on without the signals of skips"):

@@ -109,13 +109,23 @@ def say_averages(config: RunConfig) -> None:
     from scalelong.training.ema import of_first_weights
 
     train = config.train
+    remedy = "take more steps or lower train.ema_rates"
+    if not train.ema_warmup:
+        remedy += ", or --set train.ema_warmup=true, which forgets them"
     if (told := of_first_weights(train, None, train.steps)) and is_first_process():
         typer.echo(
             f"warning: after {train.steps:,} steps the averages are {told}, and pictures, FID and held-out "
-            "losses are of these: --set train.ema_warmup=true forgets them, and so do more steps or a lower "
-            "train.ema_rates.",
+            f"losses are of these: {remedy}.",
             err=True,
         )
+
+
+def data_at_hand(run: Path) -> Path | None:
+    """The folder of a run's data, if it is still there."""
+    from scalelong.runs.data import RunData
+
+    kept = RunData.read(run)
+    return Path(kept.folder) if kept is not None and Path(kept.folder).is_dir() else None
 
 
 def say_cpu(config: RunConfig, device: str) -> None:

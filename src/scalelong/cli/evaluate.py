@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalelong.cli.common import is_first_process, print_result, sampling_of, tracked
+from scalelong.cli.common import data_at_hand, is_first_process, print_result, sampling_of, tracked
 from scalelong.cli.plan import evaluation_plan, evaluation_text, opened_data
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ EXAMPLES = (
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     data: Annotated[
-        Path | None, typer.Option(help="The prepared data to compare with; the digits without it.")
+        Path | None,
+        typer.Option(help="The prepared data to compare with; by default the run's. --loss asks for others."),
     ] = None,
     num: Annotated[
         int, typer.Option("--num", "-n", min=4, help="How many samples; the literature takes 50,000.")
@@ -88,6 +89,8 @@ def evaluate(
     loaded = experiment.load_run(
         run, ema_rate=ema, posthoc_width=posthoc_ema, device=device, autoencoder=autoencoder
     )
+    if data is None and not (loss or caption_check):
+        data = data_at_hand(run)
     if caption_check and loaded.text is None:
         raise ValueError(f"--caption-check needs a run on text, and {run} is none; leave it out.")
     how = sampling_of(loaded.config, sampler=sampler, steps=steps, guidance=guidance)

@@ -219,9 +219,12 @@ def comparison_plan(
     """What `compare` would do: a training plan for each run, and their sums; `timed`, for how long."""
     from scalelong.costs import hours_of
     from scalelong.experiment import Weights, as_begun
+    from scalelong.runs.folder import CONFIG
 
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; --out is a folder for the runs and their report.")
+    if (out / CONFIG).is_file():
+        raise ValueError(f"{out} is a run itself; --out is a folder for several, such as {out}-compared.")
     runs: list[Plan] = []
     hours_each: dict[str, float] = {}  # of a scaling's whole run
     for member in group:

@@ -149,6 +149,11 @@ def train(
     asked = _beginning(init, branch)
     out = out or _folder_beside(branch)
     before = _run_to_go_on_from(out, branch)
+    if before is None and out is not None and preset is None and data is None and init is None:
+        raise ValueError(
+            f"{out} has no run to go on with; to begin one there, name its recipe, such as scalelong train digits "
+            f"--out {out}."
+        )
     config = with_overrides(_settings_of(preset, before), overrides)
     preset, data = config.model.preset, data or (None if before is None else _data_of(before))
     out = out or _default_folder(asked.fitted(config))
@@ -168,7 +173,7 @@ def train(
         _say_null_class(config, run_preset(preset).data.label_dropout)
         if not (out / CONFIG).is_file():  # what has begun was told, and keeps its averages; so does a branch
             say_warm_up(config)
-            if branch is None:
+            if branch is None and init is None:
                 say_averages(config)
         if dry_run:
             plan = training_plan(config, store, out, device, begin)

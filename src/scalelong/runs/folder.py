@@ -141,8 +141,8 @@ def check_folder(config: RunConfig, out: Path, text: KeptText | None = None, dat
             (settings["latents"] or {}).pop("autoencoder", None)
         if before != now:
             raise ValueError(
-                f"{out} holds another run: {', '.join(differences(before, now))}. Choose another --out, or give "
-                "the same settings to go on with it."
+                f"{out} holds another run: {', '.join(differences(before, now))}. Choose another --out, give the "
+                f"same settings to go on with it, or go on from its last step with other ones by --branch {out}."
             )
         if data is not None and (began_with := RunData.read(out)) is not None:
             check_same_data(began_with, data, out)

@@ -42,8 +42,8 @@ def check_exact(adapter: Adapter, skips: Sequence[LongSkip], placement: str, fac
     if any(not adapter.merge_weights(skip, placement) for skip in skips):
         raise ValueError(
             f"a constant at placement={placement!r} cannot be moved into the weights of this model: a "
-            "normalisation stands between the skip and the weights that read it. Apply with placement='norm' "
-            "for that, or use a gate ('ls') with keep_function=True."
+            "normalisation stands between the skip and the weights that read it. Apply with placement='norm' for "
+            "that; or, to begin with a trained model's function, apply a gate ('ls') with keep_function=True."
         )
 
 

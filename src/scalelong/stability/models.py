@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from scalelong.data.store import Store
 from scalelong.diffusion.process import Process, process_named
-from scalelong.skips.apply import find_skips
+from scalelong.skips.apply import find_skips, scaling_of
 from scalelong.stability.noise_ratio import store_images, uniform_images
 
 Inputs = dict[str, Any]
@@ -81,6 +82,14 @@ def _opened(name: str, model: nn.Module, process: str, folder: str | None) -> Op
             f"{name} is an I2VGenXLUNet, which is told an image besides its video, and no such inputs are made up; "
             "call scalelong.stability.calibration.calibrate(model, [inputs]) with inputs of yours."
         )
+    handle = scaling_of(model)
+    if handle is not None and handle.placement != "concat":
+        warnings.warn(
+            f"{name} is scaled by {handle.scaling} at {handle.placement}, which is taken off here: the skips are "
+            "measured where they meet the main path, as they are without it.",
+            stacklevel=2,
+        )
+        handle.remove()
     return OpenedModel(name, model.float().eval(), process, folder)
 
 

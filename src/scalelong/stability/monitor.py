@@ -37,6 +37,7 @@ _ADVICE = (
     "of fp16 may help."
 )
 _ADVICE_ON_DATA = "The monitor has changed nothing. Look at what this batch is read from, and what is done to it."
+_TOO_LONG_WITHOUT = 20  # gradients, in steps
 _END_OF_NORMS = "1e19, where float32 ends"  # a norm's squares are summed
 _INSIDE_A_GRAPH = (
     "A part of the model was compiled, or is checkpointed with use_reentrant=True, and its hooks are not called; "
@@ -113,6 +114,7 @@ class StabilityMonitor:
         self.skipped_steps = 0  # left out by the GradScaler
         self._bad_steps = 0  # not finite, in a loop that went on; since the last line
         self._told_outputs: set[str] = set()
+        self._steps_without = 0  # any gradient, up to now
         with ExitStack() as undone_if_refused:
             self._call = StepCalls(model)
             undone_if_refused.callback(self._call.close)
@@ -265,6 +267,7 @@ class StabilityMonitor:
                 return None
         self._in_trouble = False
         self._tell_of_outputs(step, values)
+        self._tell_of_no_gradients(step, values)
         self._losses.append(float(values[0]))
         if alarm := self.detector.update(step, values):
             self._ring(alarm)
@@ -295,6 +298,18 @@ class StabilityMonitor:
                 found = f"the output of {block} is not finite{large}; loss and gradients are finite"
                 self.log.write(step, output=found)
                 warnings.warn(f"step {step}: {found}.", StabilityWarning, stacklevel=4)
+
+    def _tell_of_no_gradients(self, step: int, values: Values) -> None:
+        """Once: no training goes on so for long, but a misplaced call looks like it."""
+        self._steps_without += 1 if self.pulse.is_without_gradients(values) else -self._steps_without
+        if self._steps_without == _TOO_LONG_WITHOUT:
+            warnings.warn(
+                f"step {step}: every gradient seen in the last {_TOO_LONG_WITHOUT} steps was exactly 0 or not "
+                "there. Call monitor.step(loss) after loss.backward() and before optimizer.zero_grad(); if it is, "
+                "nothing is being trained.",
+                StabilityWarning,
+                stacklevel=4,
+            )
 
     def _late_culprit(self, step: int, values: Values) -> str:
         """As far as the numbers tell: the update has been since, and a replay would see other weights."""
@@ -441,8 +456,8 @@ def _open_log(folder: Path, logger: str, first_step: int, model: nn.Module) -> R
         return NoLog()
     if (folder / METRICS).exists() and not first_step:
         raise ValueError(
-            f"{folder} holds the log of another training; give another folder, or first_step=N to go on from step N"
-            " of that one."
+            f"{folder} holds the log of another training; give another folder, remove that one, or give "
+            "first_step=N to go on from step N of it."
         )
     folder.mkdir(parents=True, exist_ok=True)
     log = RunLog(folder, first_step, logger)

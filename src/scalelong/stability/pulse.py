@@ -187,6 +187,11 @@ class Pulse:
         """Whether a step's loss and gradients are."""
         return math.isfinite(values[: self.telling].sum(dtype=np.float64))
 
+    def is_without_gradients(self, values: Values) -> bool:
+        """Whether every gradient that was looked at is exactly 0, or none was there."""
+        gradients = values[1 : 1 + len(self.blocks)]
+        return not gradients[gradients != UNSEEN].any()
+
     def bad_outputs(self, values: Values) -> dict[str, float]:
         """Norms that are not finite, of the blocks' outputs in a step."""
         outputs = values[self.telling : self.telling + len(self.blocks)].tolist()
