@@ -6,8 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from scalelong.stability.alarm import LEVEL, Detector
+from scalelong.stability.alarm import Detector
 from scalelong.stability.rise import DOUBLED, STEPS, STRANGE, Rise
+from scalelong.training.log import LEVEL
 
 
 def feed(losses, watching=None):

@@ -13,8 +13,7 @@ from typing import Any
 from scalelong.report import figures
 from scalelong.report.page import Section, write_page
 from scalelong.report.runs import Record
-from scalelong.stability.alarm import LEVEL
-from scalelong.training.log import ALARM_LEARNT, BAD_STEPS, METRICS, WATCHED, read_metrics
+from scalelong.training.log import ALARM_LEARNT, BAD_STEPS, LEVEL, METRICS, WATCHED, read_metrics
 
 _Paths = dict[str, tuple[str, str]]  # where numbers are in a log, by what they are called in a figure
 

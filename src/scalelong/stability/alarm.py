@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scalelong.stability.rise import STEPS, Rise
+from scalelong.training.log import LEVEL
 
 Array = NDArray[np.float64]
 
@@ -36,7 +37,6 @@ LARGE_UPDATE = math.log(2)  # with a momentum of 0.99 updates wander by half in 
 TAKES_PART = math.log(0.05)  # of the largest block's gradient
 QUIET = 0.03  # the least spread that a signal is believed to have
 SOON = 50
-LEVEL = "level of the loss"
 _GROWING = 1e-3  # per step: what grows less has no overflow to come
 _REFERENCE_EVERY = 5  # steps between two medians of the reference,
 _USUAL_EVERY = 25  # and between two looks at the whole history: both change slowly

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import warnings
@@ -14,19 +13,18 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from scalelong.data.files import write_whole
-from scalelong.skips.apply import is_compiled, is_sharded, scaling_of, unwrapped
+from scalelong.skips.apply import is_compiled, is_sharded, unwrapped
 from scalelong.skips.sites import UnsupportedModelError
-from scalelong.stability.alarm import LEARNING, Alarm, Detector
+from scalelong.stability.alarm import Alarm, Detector
 from scalelong.stability.inbox import Inbox
 from scalelong.stability.levels import NoiseLevels
 from scalelong.stability.pulse import ANY, UNSEEN, Pulse, Values
 from scalelong.stability.replay import BAD_INPUT, StepCalls
+from scalelong.stability.watched import open_log, write_about
 from scalelong.training.guard import NonFiniteError
-from scalelong.training.log import ALARM_LEARNT, BAD_STEPS, METRICS, WATCHED, NoLog, RunLog
+from scalelong.training.log import ALARM_LEARNT, BAD_STEPS, RunLog
 from scalelong.training.signals import Observer, Oscillation, Signals
 from scalelong.training.trackers import check_logger
 
@@ -121,7 +119,7 @@ class StabilityMonitor:
             self.pulse = Pulse(self.model, self._call)
             undone_if_refused.callback(self.pulse.close)
             self.observer = _observer(self.model, self._call)
-            self.log = _open_log(self.folder, logger, first_step, self.model)
+            self.log = open_log(self.folder, logger, first_step, self.model)
             undone_if_refused.pop_all()
         self.detector = Detector(self.pulse.names)
         self.oscillation = Oscillation()
@@ -397,21 +395,12 @@ class StabilityMonitor:
         if self._bad_steps:
             self.log.write(self.steps, **self._counts())
         self.log.close()
-        _write_about(self.folder, self.model, self.detector.seen)
+        write_about(self.folder, self.model, self.detector.seen)
         if self.report:
             from scalelong.report.monitor import write_monitor_report
 
             command = f'StabilityMonitor(model, "{self.folder}")'
             write_monitor_report(self.folder, self.folder / REPORT, command)
-
-
-def _described(model: nn.Module) -> str:
-    """Two pages are to be told apart."""
-    handle = scaling_of(model)
-    size = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    place = f" at {handle.placement}" if handle is not None and handle.placement != "concat" else ""
-    scaled = "" if handle is None else f", skips scaled by {handle.scaling}{place}"
-    return f"{type(model).__name__}, {size:,} parameters in training{scaled}."
 
 
 def _observer(model: nn.Module, calls: StepCalls) -> Observer | None:
@@ -448,23 +437,3 @@ def _check(model: Any, interval: int, first_step: int, **reactions: Any) -> None
     for name, how in reactions.items():
         if how not in ("warn", "raise") and not callable(how):
             raise ValueError(f"{name} is 'warn', 'raise' or a function, got {how!r}.")
-
-
-def _open_log(folder: Path, logger: str, first_step: int, model: nn.Module) -> RunLog | NoLog:
-    """The log of the first process; the others have none, and do not mind that it has begun."""
-    if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
-        return NoLog()
-    if (folder / METRICS).exists() and not first_step:
-        raise ValueError(
-            f"{folder} holds the log of another training; give another folder, remove that one, or give "
-            "first_step=N to go on from step N of it."
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    log = RunLog(folder, first_step, logger)
-    _write_about(folder, model)
-    return log
-
-
-def _write_about(folder: Path, model: nn.Module, learnt: int = 0) -> None:
-    about = {"model": _described(model), "alarm_learns_steps": LEARNING, "alarm_learnt_steps": learnt}
-    write_whole(folder / WATCHED, json.dumps(about) + "\n")

@@ -19,6 +19,7 @@ METRICS = "metrics.jsonl"
 # What a StabilityMonitor adds: beside its metrics what it watches, and in their lines of how many steps its alarm
 # knows and how many since the line before were not finite.
 WATCHED, ALARM_LEARNT, BAD_STEPS = "monitor.json", "alarm learnt", "steps not finite"
+LEVEL = "level of the loss"  # the signal that rings where the loss has risen slowly
 # JSON has no such numbers: a line holds their names, in quotes, and `read_metrics` gives the numbers back.
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
