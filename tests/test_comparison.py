@@ -205,7 +205,7 @@ def test_report_reads_run_folders(compared, tmp_path):
         (["compare", "--out", __file__], "is a file; --out is a folder for the runs and their report"),
         (
             ["report", "nowhere"],
-            "nowhere is no run folder: it has no config.json. scalelong train --out nowhere makes one.",
+            "nowhere is no run folder: it has no config.json. scalelong train RECIPE --out nowhere makes one.",
         ),
     ],
 )

@@ -51,7 +51,7 @@ def test_from_the_command_line(tmp_path):
     settings = ["model.changes.hidden_size=16", "model.changes.num_layers=2", "train.steps=2", "train.batch_size=4"]
     changes = [part for setting in settings for part in ("--set", setting)]
     judged = ["--evaluate-every", "1", "--evaluate-num", "4", "--features", "pixels"]
-    command = ["train", *changes, *judged, "--out", str(tmp_path / "run"), "--device", "cpu", "--json"]
+    command = ["train", "digits", *changes, *judged, "--out", str(tmp_path / "run"), "--device", "cpu", "--json"]
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert json.loads(result.stdout)["done"]
     assert [row["step"] for row in read_metrics(tmp_path / "run") if "quality" in row] == [1, 2]

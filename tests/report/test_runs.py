@@ -71,7 +71,9 @@ def test_runs_that_differ_in_more_than_scaling_and_seed_are_told_to(tmp_path):
 
 
 def test_no_run_folder_is_told_without_the_systems_own_words(tmp_path):
-    with pytest.raises(ValueError, match=r"nope is no run folder: it has no config\.json\. scalelong train --out"):
+    with pytest.raises(
+        ValueError, match=r"nope is no run folder: it has no config\.json\. scalelong train RECIPE --out"
+    ):
         read_run(tmp_path / "nope")
 
 

@@ -92,7 +92,7 @@ def read_run(folder: Path) -> Run:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(
             f"{folder} is no run folder: it has no {Path(error.filename).name}. "
-            f"scalelong train --out {folder} makes one."
+            f"scalelong train RECIPE --out {folder} makes one."
         ) from error
     except ValueError as error:
         raise ValueError(f"{folder}: config.json or environment.json is not as train wrote it ({error})") from error

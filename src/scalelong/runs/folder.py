@@ -104,7 +104,7 @@ def read_config(folder: Path) -> RunConfig:
     file = folder / CONFIG
     if not file.is_file():
         raise ValueError(
-            f"{folder} is no run folder: it has no {CONFIG}. scalelong train --out {folder} makes one."
+            f"{folder} is no run folder: it has no {CONFIG}. scalelong train RECIPE --out {folder} makes one."
         )
     try:
         return from_dict(RunConfig, json.loads(file.read_text(encoding="utf-8")))
