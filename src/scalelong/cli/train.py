@@ -63,8 +63,8 @@ def train(
     preset: Annotated[
         str | None,
         typer.Argument(
-            help=f"A recipe: {', '.join(RECIPES)}. By default that of the run in --out or --branch, or digits where "
-            "neither is given.",
+            help=f"A recipe: {', '.join(RECIPES)}. By default that of the run in --out or --branch, or digits "
+            "where neither is given.",
             show_default=False,
         ),
     ] = None,
