@@ -187,9 +187,7 @@ def run_all(
                 wait(under_way + begun, timeout=0.5, return_when=FIRST_COMPLETED)
             interrupted = False
         if interrupted:
-            for (
-                child
-            ) in multiprocessing.active_children():  # a terminal tells them too, and to be told twice is once
+            for child in multiprocessing.active_children():  # told by a terminal too, they save once all the same
                 child.terminate()
         done = [_result(future, interrupted) for future in futures]
     return done + [False] * (len(group) - len(done))

@@ -14,6 +14,7 @@ import typer
 
 from scalelong.cli.common import (
     STOPPED,
+    data_at_hand,
     is_first_process,
     print_result,
     progress_bar,
@@ -232,15 +233,15 @@ def _settings_of(preset: str | None, run: Path | None) -> RunConfig:
     return run_preset(preset or "digits") if preset or run is None else read_config(run)
 
 
-def _data_of(run: Path) -> Path | None:
+def _data_of(run: Path) -> Path:
     """Where a run's data were when it began."""
     from scalelong.runs.data import RunData
 
-    kept = RunData.read(run)
-    if kept is None or not Path(kept.folder).is_dir():
+    if (data := data_at_hand(run)) is None:
+        kept = RunData.read(run)
         where = "" if kept is None else f", which were in {kept.folder}"
         raise ValueError(f"{run} does not tell where its data are now{where}; give their folder with --data.")
-    return Path(kept.folder)
+    return data
 
 
 def _folder_beside(branch: Path | None) -> Path | None:

@@ -299,7 +299,7 @@ class StabilityMonitor:
 
     def _tell_of_no_gradients(self, step: int, values: Values) -> None:
         """Once: no training goes on so for long, but a misplaced call looks like it."""
-        self._steps_without += 1 if self.pulse.is_without_gradients(values) else -self._steps_without
+        self._steps_without = self._steps_without + 1 if self.pulse.is_without_gradients(values) else 0
         if self._steps_without == _TOO_LONG_WITHOUT:
             warnings.warn(
                 f"step {step}: every gradient seen in the last {_TOO_LONG_WITHOUT} steps was exactly 0 or not "

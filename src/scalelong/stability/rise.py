@@ -27,7 +27,7 @@ class Rise:
         self.lowest = math.inf
         self._losses = np.zeros(STEPS)  # logarithms, in a ring
         self._distances = np.zeros(_SCATTER)  # of a loss from the level before it, in a ring
-        self._limit = math.inf
+        self._error = math.inf  # the standard error of a level
 
     def update(self, loss: float, *, may_ring: bool) -> tuple[float, float] | None:
         """(times the lowest level, standard errors above it) where it rings; from there on that is the lowest."""
@@ -42,21 +42,21 @@ class Rise:
         if known < _SCATTER_EVERY:
             return None
         if known % _SCATTER_EVERY == 0:
-            self._limit = 1.4826 * float(np.median(self._distances[:known])) / math.sqrt(STEPS)
+            self._error = 1.4826 * float(np.median(self._distances[:known])) / math.sqrt(STEPS)
         level = float(self._losses.mean())
         rise = level - self.lowest
-        if rise > max(DOUBLED, STRANGE * self._limit) and may_ring:
+        if rise > max(DOUBLED, STRANGE * self._error) and may_ring:
             self.lowest = level
-            return math.exp(rise), rise / self._limit if self._limit else math.inf
+            return math.exp(rise), rise / self._error if self._error else math.inf
         self.lowest = min(self.lowest, level)
         return None
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        numbers = {"seen": self.seen, "lowest": self.lowest, "limit": self._limit}
+        numbers = {"seen": self.seen, "lowest": self.lowest, "error": self._error}
         return numbers | {"losses": self._losses.tolist(), "distances": self._distances.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
-        self.seen, self.lowest, self._limit = state["seen"], state["lowest"], state["limit"]
+        self.seen, self.lowest, self._error = state["seen"], state["lowest"], state["error"]
         self._losses[:], self._distances[:] = state["losses"], state["distances"]
